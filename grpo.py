@@ -54,16 +54,17 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields
 from numbers import Real
-from typing import Optional
+from typing import Literal, Optional, get_args, get_origin
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
 from transformers import get_scheduler
@@ -87,17 +88,15 @@ def extract_boxed(text):
     count. One pass over the text: time linear in its length.
     """
     open_braces = []  # where the contents of each still open brace begin; -1 for one without \boxed
-    best = (-1, None)  # (where the contents begin, contents) of the best box so far
+    best = (-1, -1)  # where the contents of the best box so far begin and end
     for brace in re.finditer(r"\\boxed\{|\\[{}]|[{}]", text):
         if brace.group() == "\\boxed{":
             open_braces.append(brace.end())
         elif brace.group() == "{":
             open_braces.append(-1)
         elif brace.group() == "}" and open_braces:  # a closing brace too many is just text
-            begin = open_braces.pop()
-            if begin > best[0]:  # closes later and opened later: keeps "opens last" true when nested
-                best = (begin, brace.start())
-    return None if best[1] is None else text[best[0] : best[1]]
+            best = max(best, (open_braces.pop(), brace.start()))  # nested: the one that opened later
+    return None if best[0] < 0 else text[best[0] : best[1]]
 
 
 def rule_reward(completion, answer):
@@ -173,49 +172,37 @@ class Rollout:
 
 
 def end_token_ids(model, tokenizer):
-    """The set of token ids that end an answer: Qwen has two, and missing one of them trains the model
-    on whatever it babbles after its answer. They stand in different places, so all are asked."""
-    generation = getattr(model, "generation_config", None)
+    """All ids that end an answer. Qwen has two; to miss one trains the model on what it babbles
+    after its answer. They are written down in three different places, so all three are asked."""
     ids = set()
-    for source in (generation, model.config, tokenizer):
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         found = getattr(source, "eos_token_id", None)
-        ids.update(found if isinstance(found, (list, tuple)) else [found])
-    ids.discard(None)
-    if not ids:
-        raise ValueError(
-            "neither the model nor the tokenizer names an end token, so no answer could ever end: "
-            "set model.generation_config.eos_token_id"
-        )
-    return sorted(ids)
+        ids |= set(found) if isinstance(found, (list, tuple)) else {found}
+    if ids == {None}:
+        raise ValueError("neither model nor tokenizer has an eos_token_id: no answer could end")
+    return sorted(ids - {None})
 
 
 def encode_prompts(tokenizer, prompts):
-    """Token ids of each prompt (a list of lists): strings as they are, chats through the template."""
-    if all(isinstance(prompt, str) for prompt in prompts):
-        encoded = [tokenizer(prompt)["input_ids"] for prompt in prompts]
-    elif all(isinstance(prompt, (list, tuple)) for prompt in prompts):
-        # add_generation_prompt: the template's "now the assistant speaks", or the model would
-        # begin by writing a role name, or by continuing the question.
-        encoded = [
-            tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)
-            for prompt in prompts
-        ]
-    else:
-        raise ValueError("prompts are all strings or all chats (lists of role/content messages)")
-    for prompt, ids in zip(prompts, encoded):
-        if len(ids) == 0:
-            raise ValueError(f"this prompt has no tokens to continue: {prompt!r}")
+    """Token ids of each prompt: of strings as they are, of chats through the chat template."""
+    # add_generation_prompt: the template's "now the assistant speaks". Without it the model would go
+    # on with the question, or begin with the name of a role.
+    chat = dict(add_generation_prompt=True, tokenize=True, return_dict=False)
+    encoded = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str)
+               else tokenizer.apply_chat_template(list(prompt), **chat) for prompt in prompts]
+    if not all(encoded):
+        raise ValueError(f"prompt {encoded.index([])} has no tokens: nothing to go on from")
     return encoded
 
 
 def choose_tokens(logits, temperature, uniforms):
-    """One token per row. (n, V) logits, (n,) uniform numbers -> (n,) tokens, (n,) log-probabilities.
+    """Logits (n, V) and uniform numbers (n,) -> a token (n,) each, and its log-probability (n,).
 
     Draws from softmax(logits / temperature) by inverting the cumulative distribution: lay the V
-    probabilities end to end on a line of length 1 and see in whose stretch the uniform number
-    falls. Temperature 0 takes the likeliest token instead (its log-probability is at temperature 1).
+    probabilities end to end on a line, and see into whose stretch the uniform number falls.
+    Temperature 0 takes the likeliest token (its log-probability is that at temperature 1).
     """
-    # bfloat16 holds three digits, too few to tell 150,000 probabilities apart: up-cast first.
+    # bfloat16 has three digits, too few to tell 150,000 probabilities apart: up-cast first.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)  # (n, V)
     if temperature == 0:
@@ -223,134 +210,97 @@ def choose_tokens(logits, temperature, uniforms):
     else:
         ends = logprobs.exp().cumsum(dim=-1, dtype=uniforms.dtype)  # (n, V) where stretches end
         points = uniforms.unsqueeze(1) * ends[:, -1:]  # (n, 1) on a line as long as it came out
-        # right=True: a token of probability 0 has an empty stretch, and is never hit.
-        tokens = torch.searchsorted(ends, points, right=True).squeeze(1)  # (n,)
-        tokens = tokens.clamp(max=logits.shape[-1] - 1)  # if rounding put the point at the very end
+        # right=True: a token of probability 0 has an empty stretch, and is never hit. The clamp is for
+        # a point that rounding put at the very end.
+        tokens = torch.searchsorted(ends, points, right=True).squeeze(1).clamp(max=ends.shape[1] - 1)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
 @torch.no_grad()
-def sample_groups(
-    model, tokenizer, prompts, num_generations, *, max_completion_length, temperature=1.0, drop_every=4
-):
+def sample_groups(model, tokenizer, prompts, num_generations, *, max_completion_length,
+                  temperature=1.0, drop_every=4):
     """Sample `num_generations` answers to each of B prompts; gives a `Rollout` of N = B * G rows.
 
     `prompts` are B strings or B chats. Tokens are drawn from exactly softmax(logits / temperature),
-    0 meaning greedy, until any of the model's end tokens or `max_completion_length` tokens. The ids
-    are kept as they were drawn: to decode and encode again, as much published code does, need not
-    give the same tokens back. Reproducible under torch.manual_seed. Every `drop_every` tokens the
-    rows that have ended leave the batch; the samples do not depend on it. ValueError for settings
-    out of range, and for a prompt that leaves no room in the model's context.
+    0 meaning greedy, up to the first of the model's end tokens, or `max_completion_length` tokens.
+    The ids are kept as they were drawn: to decode and encode again, as much published code does,
+    need not give the same tokens back. Reproducible under torch.manual_seed. Every `drop_every`
+    tokens the rows that have ended leave the batch; the samples do not depend on it. ValueError for
+    settings out of range, and for a prompt that leaves too little room in the model's context.
     """
-    for name, value, least in (
-        ("num_generations", num_generations, 1),
-        ("max_completion_length", max_completion_length, 1),
-        ("temperature", temperature, 0),
-        ("the number of prompts", len(prompts), 1),
-    ):
-        if not value >= least:
-            raise ValueError(f"{name} is {value}, and must be at least {least}")
-    G, T = num_generations, max_completion_length
-    device = model.device
+    G, T, device = num_generations, max_completion_length, model.device
+    if not (min(len(prompts), G, T) >= 1 and temperature >= 0):
+        raise ValueError(f"{len(prompts)} prompts, {G} generations, {T} tokens, temperature {temperature}:"
+                         " wanted at least one of each, and a temperature of at least 0")
     end_ids = torch.tensor(end_token_ids(model, tokenizer), device=device)
     encoded = encode_prompts(tokenizer, prompts)
-    B, P, N = len(encoded), max(map(len, encoded)), len(encoded) * G
-    context = getattr(model.config, "max_position_embeddings", None)
-    if context is not None and P + T > context:
-        longest = max(range(B), key=lambda b: len(encoded[b]))
-        raise ValueError(
-            f"prompt {longest} has {P} tokens; with {T} for the answer that is more than the model's "
-            f"context of {context}: {str(prompts[longest])[:80]!r}"
-        )
+    B, N, widths = len(prompts), len(prompts) * G, [len(ids) for ids in encoded]
+    P, context = max(widths), getattr(model.config, "max_position_embeddings", None)
+    if context and P + T > context:
+        raise ValueError(f"prompt {widths.index(P)}: its {P} tokens and {T} for the answer exceed the "
+                         f"model's context of {context}: {str(prompts[widths.index(P)])[:80]!r}")
 
     # Pad the prompts on the left, so that all of them end, and all answers begin, in one column.
-    # Any id will do as padding, an end token too: what counts as real is said by masks that are made
-    # from positions. A mask made from values (`!= pad_token_id`) loses the end token wherever pad
-    # and end are the same id, and then the model is never taught to stop.
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else int(end_ids[0])
-    input_ids = torch.full((B, P), pad)
-    attention_mask = torch.zeros(B, P + T, dtype=torch.long)
-    for b, ids in enumerate(encoded):
-        input_ids[b, P - len(ids) :] = torch.tensor(ids)
-        attention_mask[b, P - len(ids) :] = 1  # and 1 for all T places of the answer, for now
-    input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
+    # Any id will do as padding, even an end token: what is real is said by masks made from
+    # positions. A mask made from values (`!= pad_token_id`) loses the end token wherever that is
+    # the padding too, and then the model is never taught to stop.
+    pad = int(end_ids[0]) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    prompt_ids = torch.tensor([[pad] * (P - len(ids)) + ids for ids in encoded], device=device)
+    prompt_mask = torch.tensor([[0] * (P - len(ids)) + [1] * len(ids) for ids in encoded], device=device)
     # The first real token is at position 0, however much padding stands before it. Models with
-    # rotary positions would forgive a shift; those with learned positions go wrong by tens of nats.
-    position_ids = (attention_mask[:, :P].cumsum(dim=1) - 1).clamp(min=0)  # (B, P)
+    # rotary positions forgive a shift; those with learned positions go wrong by tens of nats.
+    positions = (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)  # (B, P)
+
+    # All random numbers are drawn beforehand, one for each place of each row, so that a row's sample
+    # does not depend on which other rows are still being written. In 64 bits, since a sum of
+    # 150,000 float32 terms loses the small ones; Apple's GPUs have only 32.
+    uniforms = torch.rand(N, T, dtype=torch.float64) if temperature > 0 else torch.zeros(N, T)
+    uniforms = uniforms.to(torch.float32 if device.type == "mps" else torch.float64).to(device)
+    completions = torch.full((N, T), pad, device=device)
+    completion_mask = torch.zeros(N, T, dtype=torch.bool, device=device)
+    logprobs = torch.zeros(N, T, device=device)
 
     # No dropout while sampling; and with gradient checkpointing, train() would turn the cache off.
     was_training = model.training
     model.eval()
-    try:
-        # Read each prompt once ("prefill"); only the last column's logits say what comes next.
-        out = model(
-            input_ids=input_ids,
-            attention_mask=attention_mask[:, :P],
-            position_ids=position_ids,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        cache, logits = out.past_key_values, out.logits[:, -1]  # (B, V)
-        rows = torch.arange(B, device=device).repeat_interleave(G)  # (N,) 0 0 0 1 1 1 ...
-        cache.reorder_cache(rows)  # B rows of keys and values become N
-        logits, mask = logits[rows], attention_mask[rows]  # (N, V), (N, P+T)
-        position = position_ids[rows, -1:] + 1  # (N, 1) of the token that is drawn next
-
-        # All random numbers are drawn beforehand, one for each place of each row, so that a row's
-        # sample does not depend on which other rows are still being written.
-        uniforms = torch.rand(N, T, dtype=torch.float64) if temperature > 0 else torch.zeros(N, T)
-        # 64 bits, since a sum of 150,000 float32 terms loses the small ones; Apple's GPUs have 32.
-        uniforms = uniforms.to(torch.float32 if device.type == "mps" else torch.float64).to(device)
-        completions = torch.full((N, T), pad, device=device)
-        completion_mask = torch.zeros(N, T, dtype=torch.bool, device=device)
-        logprobs = torch.zeros(N, T, device=device)
-        live = torch.arange(N, device=device)  # (n,) the rows still in the batch
-        ended = torch.zeros(N, dtype=torch.bool, device=device)  # (n,) among them, those at their end
-        for t in range(T):
-            tokens, logps = choose_tokens(logits, temperature, uniforms[live, t])
-            completions[live, t], logprobs[live, t] = tokens, logps.float()
-            completion_mask[live, t] = ~ended  # the first end token is in; what follows it is not
-            ended = ended | torch.isin(tokens, end_ids)
-            if t + 1 == T:
+    # Read each prompt once ("prefill"); only the last column's logits say what comes next.
+    out = model(input_ids=prompt_ids, attention_mask=prompt_mask, position_ids=positions,
+                use_cache=True, logits_to_keep=1)
+    rows = torch.arange(B, device=device).repeat_interleave(G)  # (N,) 0 0 0 1 1 1 ...
+    cache, logits = out.past_key_values, out.logits[rows, -1]  # logits (N, V)
+    cache.reorder_cache(rows)  # B rows of keys and values become N
+    mask = torch.nn.functional.pad(prompt_mask[rows], (0, T), value=1)  # (N, P+T)
+    live, position = torch.arange(N, device=device), positions[rows, -1:]  # (n,) rows in the batch
+    ended = torch.zeros(N, dtype=torch.bool, device=device)  # (n,) those of them at their end
+    for t in range(T):
+        tokens, logps = choose_tokens(logits, temperature, uniforms[live, t])
+        completions[live, t], logprobs[live, t] = tokens, logps.float()
+        completion_mask[live, t] = ~ended  # the first end token is in; what follows is not
+        ended |= torch.isin(tokens, end_ids)
+        # To ask a GPU who has ended is to wait for it, so it is asked every few tokens only.
+        if (t + 1) % drop_every == 0 or t + 1 == T:
+            keep = (~ended).nonzero().squeeze(1)
+            if len(keep) == 0 or t + 1 == T:
                 break
-            # To ask a GPU "who has ended?" is to wait for it, so it is asked every few tokens only.
-            if (t + 1) % drop_every == 0:
-                keep = (~ended).nonzero().squeeze(1)
-                if len(keep) == 0:
-                    break
-                if len(keep) < len(live):
-                    cache.reorder_cache(keep)
-                    live, ended, tokens = live[keep], ended[keep], tokens[keep]
-                    mask, position = mask[keep], position[keep]
-            out = model(
-                input_ids=tokens.unsqueeze(1),
-                attention_mask=mask[:, : P + t + 1],
-                position_ids=position,
-                past_key_values=cache,
-                use_cache=True,
-            )
-            logits, position = out.logits[:, -1], position + 1
-    finally:
-        model.train(was_training)
+            if len(keep) < len(live):
+                cache.reorder_cache(keep)
+                live, ended, tokens = live[keep], ended[keep], tokens[keep]
+                mask, position = mask[keep], position[keep]
+        position = position + 1
+        logits = model(input_ids=tokens.unsqueeze(1), attention_mask=mask[:, : P + t + 1],
+                       position_ids=position, past_key_values=cache, use_cache=True).logits[:, -1]
+    model.train(was_training)
 
     # Cut the columns that nobody reached, and blank what was drawn after an end token.
-    T = int(completion_mask.any(dim=0).sum())
-    completion_mask, completions = completion_mask[:, :T], completions[:, :T]
-    completions = completions.masked_fill(~completion_mask, pad)
-    logprobs = logprobs[:, :T].masked_fill(~completion_mask, 0.0)
-    ends = torch.isin(completions, end_ids) & completion_mask  # (N, T)
-    texts = [
-        tokenizer.decode(ids[real].tolist(), skip_special_tokens=True)
-        for ids, real in zip(completions.cpu(), completion_mask.cpu())
-    ]
-    return Rollout(
-        input_ids=torch.cat([input_ids[rows], completions], dim=1),
-        attention_mask=torch.cat([attention_mask[rows, :P], completion_mask.long()], dim=1),
-        completion_mask=completion_mask,
-        logprobs=logprobs,
-        texts=texts,
-        truncated=~ends.any(dim=1),
-    )
+    T = int(completion_mask.sum(dim=1).max())
+    completion_mask, logprobs = completion_mask[:, :T], logprobs[:, :T]
+    completions = completions[:, :T].masked_fill(~completion_mask, pad)
+    texts = [tokenizer.decode(ids[real].tolist(), skip_special_tokens=True)
+             for ids, real in zip(completions.cpu(), completion_mask.cpu())]
+    return Rollout(torch.cat([prompt_ids[rows], completions], dim=1),
+                   torch.cat([prompt_mask[rows], completion_mask.long()], dim=1),
+                   completion_mask, logprobs.masked_fill(~completion_mask, 0.0), texts,
+                   ~(torch.isin(completions, end_ids) & completion_mask).any(dim=1))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -368,7 +318,7 @@ def group_advantages(rewards, scale_rewards=True):
     The std is the population's (divided by G), as in the papers' formula and their worked numbers;
     torch's default divides by G - 1, and most code, TRL's included, follows it: advantages smaller
     by sqrt((G-1)/G), 6 % at G = 8. A group of equal rewards gets exact zeros: it has nothing to
-    teach. `scale_rewards=False` leaves the std out (Dr. GRPO, section 12). ValueError for fewer than
+    teach. `scale_rewards=False` leaves the std out (Dr. GRPO, section 9). ValueError for fewer than
     two rewards and for NaN or inf.
     """
     if rewards.dim() == 0 or rewards.shape[-1] < 2:
@@ -401,73 +351,49 @@ def group_advantages(rewards, scale_rewards=True):
 # ------------------------------------------------------------------------------------------------
 
 
-def token_logprobs(
-    model,
-    input_ids,
-    attention_mask,
-    completion_length,
-    temperature=1.0,
-    *,
-    num_generations=1,
-    return_entropy=False,
-    tokens_per_chunk=512,
-):
+def token_logprobs(model, input_ids, attention_mask, completion_length, temperature=1.0, *,
+                   num_generations=1, return_entropy=False, tokens_per_chunk=512):
     """log pi_theta of each completion token: ids and mask (N, P+T) -> (N, T), differentiable.
 
-    T is `completion_length`. `temperature` is the one that was sampled at: scoring at another one
+    T is `completion_length`. `temperature` is the one that was sampled at: to score at another one
     compares two different distributions. float32 whatever the model computes in (float64 for a
-    float64 model); 0 where `attention_mask` is 0. With `num_generations` = G > 1, the rows are groups
-    of G that share a prompt, which is then computed once for all G, gradients included (not together
-    with gradient checkpointing, which does without a cache). With `return_entropy`, gives
-    (log-probs, entropies): the entropy, in nats, of the whole distribution at each token.
+    float64 model); 0 where `attention_mask` is. With `num_generations` = G > 1 the rows are groups of
+    G that share a prompt, which is then computed once for all of them, gradients included (this
+    takes a cache, so not together with gradient checkpointing). With `return_entropy`, gives
+    (log-probs, entropies): of the whole distribution at each token, in nats. ValueError for
+    temperature 0 and a completion_length that leaves no prompt.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}: greedy choices have no log-probability to score")
-    T, P = completion_length, input_ids.shape[1] - completion_length
-    if T < 1 or P < 1:
-        raise ValueError(f"completion_length {T} must leave a prompt in {input_ids.shape[1]} columns")
-    head, trunk = model.get_output_embeddings(), model.base_model
-    real = attention_mask[:, P:].bool()  # (N, T)
-
-    # The trunk gives hidden states, the head turns them into V logits each. Some models then scale
-    # or cap these (Gemma 2, Granite, Cohere), and head(trunk(x)) is wrong by nats: compare once.
+    T, P, G = completion_length, input_ids.shape[1] - completion_length, num_generations
+    if not (temperature > 0 and T >= 1 and P >= 1):
+        raise ValueError(f"temperature {temperature}, {P} prompt and {T} completion columns: wanted > 0")
+    trunk, head = model.base_model, model.get_output_embeddings()
+    positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)  # (N, P+T), as in the sampler
+    # The trunk makes hidden states of width H, the head turns each into V logits. Some models then
+    # scale or cap these (Gemma 2, Granite, Cohere): head(trunk(x)) is wrong by nats. Compare once.
     if not hasattr(model, "head_gives_logits"):
-        with torch.no_grad():
-            few = input_ids[:1, :8]
-            apart = head(trunk(few, use_cache=False).last_hidden_state) - model(few).logits
+        few = input_ids[:1, :8]
+        apart = head(trunk(few, use_cache=False).last_hidden_state) - model(few).logits
         model.head_gives_logits = apart.abs().max().item() < 1e-3
-    position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)  # (N, P+T), as in the sampler
     if not model.head_gives_logits:  # the long way: all logits at once, from the model itself
-        states = model(input_ids, attention_mask=attention_mask, position_ids=position_ids).logits
+        states = model(input_ids, attention_mask=attention_mask, position_ids=positions).logits
         states, head = states[:, P - 1 : -1], torch.nn.Identity()  # (N, T, V)
-    elif num_generations == 1:
-        out = trunk(
-            input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-        )
-        # Off by one, on purpose: the last state has nothing to predict, and the last state of the
-        # *prompt* predicts the first token of the answer.
-        states = out.last_hidden_state[:, P - 1 : -1]  # (N, T, H)
+    elif G == 1:
+        states = trunk(input_ids, attention_mask=attention_mask, position_ids=positions,
+                       use_cache=False).last_hidden_state  # (N, P+T, H)
+        # Off by one, on purpose: the prompt's last state predicts the answer's first token, and the
+        # answer's last state has nothing left to predict.
+        states = states[:, P - 1 : -1]  # (N, T, H)
     else:
-        # As in the sampler: each prompt once (B rows), its keys and values to all G answers. To
-        # repeat is differentiable, so the prompt gets the sum of the gradients of its G answers.
-        G = num_generations
-        out = trunk(
-            input_ids[::G, :P],
-            attention_mask=attention_mask[::G, :P],
-            position_ids=position_ids[::G, :P],
-            use_cache=True,
-        )
+        # As in the sampler: each prompt once, its keys and values to all G answers. To repeat is
+        # differentiable: the prompt receives the sum of the gradients of its answers.
+        out = trunk(input_ids[::G, :P], attention_mask=attention_mask[::G, :P],
+                    position_ids=positions[::G, :P], use_cache=True)
         rows = torch.arange(len(input_ids), device=input_ids.device) // G  # (N,) 0 0 0 1 1 1 ...
-        first, cache = out.last_hidden_state[rows, -1:], out.past_key_values  # (N, 1, H)
+        first, cache = out.last_hidden_state[rows, -1:], out.past_key_values  # first (N, 1, H)
         cache.reorder_cache(rows)
-        out = trunk(
-            input_ids[:, P:],
-            attention_mask=attention_mask,
-            position_ids=position_ids[:, P:],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        states = torch.cat([first, out.last_hidden_state[:, :-1]], dim=1)  # (N, T, H)
+        states = trunk(input_ids[:, P:], attention_mask=attention_mask, position_ids=positions[:, P:],
+                       past_key_values=cache, use_cache=True).last_hidden_state  # (N, T, H)
+        states = torch.cat([first, states[:, :-1]], dim=1)  # (N, T, H)
 
     def score(states, targets):  # (n, H), (n,) -> (n,), (n,)
         logits = head(states)  # (n, V)
@@ -477,24 +403,20 @@ def token_logprobs(
         logprobs = logits.gather(1, targets.unsqueeze(1)).squeeze(1) - log_normaliser
         if not return_entropy:
             return logprobs, logprobs
-        # -sum p log p over the whole vocabulary. (-log p of the drawn token has the same mean, but
-        # as a bonus in a loss its expected gradient is zero: it has to be the whole distribution.)
-        return logprobs, log_normaliser - (torch.softmax(logits, dim=-1) * logits).sum(dim=-1)
+        # -sum p log p. (-log p of the drawn token has the same mean, but its expected gradient is
+        # zero, like k1's in section 6. An entropy bonus takes the whole distribution.)
+        return logprobs, log_normaliser - (logits.softmax(dim=-1) * logits).sum(dim=-1)
 
     # The logits of 16 answers of 512 tokens over Qwen's vocabulary are 4.6 GiB in float32, and the
-    # softmax's backward keeps three such tensors. So the head runs over a few hundred tokens at a
-    # time, and `checkpoint` forgets each chunk's logits and computes them again in the backward pass.
-    # Padding is left out altogether.
+    # backward pass would keep three such tensors. So the head sees some hundred tokens at a time, and
+    # `checkpoint` forgets each chunk's logits and makes them again in the backward pass. Padding is
+    # left out altogether.
+    real = attention_mask[:, P:].bool()  # (N, T)
     states, targets = states[real], input_ids[:, P:][real]  # (M, H), (M,) for M real tokens
-    chunks = [
-        torch.utils.checkpoint.checkpoint(score, some, ids, use_reentrant=False)
-        for some, ids in zip(states.split(tokens_per_chunk), targets.split(tokens_per_chunk))
-    ]
-    kind = torch.promote_types(states.dtype, torch.float32)
-    nothing = torch.zeros(real.shape, dtype=kind, device=real.device)  # (N, T)
-    if not chunks:
-        return (nothing, nothing) if return_entropy else nothing
-    logprobs, entropies = (nothing.masked_scatter(real, torch.cat(part)) for part in zip(*chunks))
+    chunks = [torch.utils.checkpoint.checkpoint(score, *chunk, use_reentrant=False)
+              for chunk in zip(states.split(tokens_per_chunk), targets.split(tokens_per_chunk))]
+    zeros = torch.zeros_like(real, dtype=chunks[0][0].dtype)  # (N, T)
+    logprobs, entropies = (zeros.masked_scatter(real, torch.cat(part)) for part in zip(*chunks))
     return (logprobs, entropies) if return_entropy else logprobs
 
 
@@ -565,8 +487,8 @@ def k3_kl(logprobs, ref_logprobs):
     and the mean of pi_ref/pi_theta - 1 is zero, since pi_ref sums to 1. It is never negative, since
     e^x >= 1 + x. Finite for any finite input.
     """
-    log_ratio = (ref_logprobs - logprobs).clamp(-50, 50)  # log(pi_ref / pi_theta)
-    return log_ratio.exp() - log_ratio - 1
+    log_ratio = (ref_logprobs - logprobs).clamp(-1e30, 50)  # log(pi_ref / pi_theta)
+    return torch.expm1(log_ratio) - log_ratio  # expm1(x) is e^x - 1, without losing small x
 
 
 # The apples, with pi_ref = 0.4 for every token: where pi_theta is 0.2 the fraction is 2 and
@@ -604,80 +526,71 @@ def masked_mean(values, mask, dim=None):
 # ------------------------------------------------------------------------------------------------
 
 
-def grpo_loss(
-    logprobs,
-    old_logprobs,
-    ref_logprobs,
-    advantages,
-    mask,
-    *,
-    epsilon=0.2,
-    epsilon_high=None,
-    beta=0.04,
-    loss_type="grpo",
-    max_completion_length=None,
-    divisor=None,
-):
+def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon=0.2,
+              epsilon_high=None, beta=0.04, loss_type="grpo", max_completion_length=None,
+              divisor=None, importance_sampling_level="token", kl_penalty_type="low_var_kl",
+              use_bias_correction_kl=False, entropies=None, entropy_bonus=0.0):
     """-(clipped surrogate - beta * k3), averaged over tokens and answers; gives (loss, metrics).
 
     (N, T) log-probs of pi_theta, pi_old and pi_ref (None with beta = 0), (N,) advantages, (N, T) mask
     of real tokens; what stands behind the mask reaches nothing. `loss_type` is the average:
 
-        "grpo"     mean over answers of the mean over their tokens (DeepSeekMath, the equation on top).
-                   Each answer counts the same, so each token of a long one counts less: a long wrong
-                   answer is hardly punished, and wrong answers grow
-        "dapo"     mean over all tokens of all answers (arXiv:2503.14476): a long answer counts more
-        "dr_grpo"  sum over tokens / (N * max_completion_length) (arXiv:2503.20783): as "dapo", but the
-                   divisor does not depend on what was sampled, which is what makes it unbiased
+        "grpo"     mean over answers of the mean over their tokens (DeepSeekMath; the equation on
+                   top). Every answer counts the same, so a token of a long one counts less: long
+                   wrong answers are punished too little, and grow
+        "dapo"     mean over all tokens of all answers (arXiv:2503.14476): long answers count more
+        "dr_grpo"  sum over tokens / (N * max_completion_length) (arXiv:2503.20783): as "dapo", but
+                   with a divisor that does not depend on what was sampled, hence unbiased
 
-    `divisor` is for micro-batches: the number of answers ("grpo"), of tokens ("dapo"), or that times
-    max_completion_length ("dr_grpo") in the whole batch, of which these rows are a part. The losses,
-    and the gradients, of the parts then add up to those of the whole. metrics are plain floats.
+    `divisor` is for micro-batches: the number of answers ("grpo"), of tokens ("dapo"), or of answers
+    times max_completion_length ("dr_grpo") in the whole batch of which these rows are a part. The
+    losses and gradients of the parts then add up to those of the whole. The last five settings
+    belong to the relatives (section 9). metrics are plain floats. ValueError for wrong shapes and
+    settings.
     """
-    for name, given in (("old_logprobs", old_logprobs), ("ref_logprobs", ref_logprobs), ("mask", mask)):
-        if given is not None and given.shape != logprobs.shape:
-            raise ValueError(f"{name} has shape {tuple(given.shape)}, logprobs {tuple(logprobs.shape)}")
-    if logprobs.dim() != 2 or advantages.shape != logprobs.shape[:1]:
-        raise ValueError(
-            f"wanted logprobs of shape (N, T) and advantages (N,), got {tuple(logprobs.shape)} and "
-            f"{tuple(advantages.shape)}"
-        )
+    tensors = (logprobs, old_logprobs, ref_logprobs, mask, advantages)
+    shapes, (N, T) = [None if x is None else tuple(x.shape) for x in tensors], (*logprobs.shape, 0, 0)[:2]
+    if shapes != [(N, T), (N, T), shapes[2] and (N, T), (N, T), (N,)]:
+        raise ValueError("wanted logprobs, old_logprobs, ref_logprobs and mask of shape (N, T) and "
+                         f"advantages of shape (N,), got {shapes}")
+    if loss_type not in ("grpo", "dapo", "dr_grpo"):
+        raise ValueError(f"loss_type is {loss_type!r}, and must be 'grpo', 'dapo' or 'dr_grpo'")
     if beta and ref_logprobs is None:
-        raise ValueError(f"beta is {beta}, so ref_logprobs are needed; they may be None only with beta=0")
+        raise ValueError(f"beta is {beta}, so ref_logprobs are needed: None goes with beta=0 only")
+    if loss_type == "dr_grpo" and not (max_completion_length or divisor):
+        raise ValueError(f"loss_type 'dr_grpo' divides by max_completion_length: {max_completion_length}")
     # What stands behind the mask is replaced in the inputs. To mask the result is too late: NaN and
     # inf are gone from the value then, but come back in the gradient, through exp.
     mask = mask.bool()
-    logprobs, old_logprobs, ref_logprobs = (
-        None if x is None else x.masked_fill(~mask, 0.0) for x in (logprobs, old_logprobs, ref_logprobs)
-    )
-    surrogate = clipped_surrogate(logprobs, old_logprobs, advantages, epsilon, epsilon_high)  # (N, T)
-    kl = torch.zeros_like(surrogate) if ref_logprobs is None else k3_kl(logprobs, ref_logprobs)
-    per_token = -(surrogate - beta * kl)  # (N, T)
+    logprobs, old_logprobs, ref_logprobs, entropies = (
+        None if x is None else x.masked_fill(~mask, 0.0)
+        for x in (logprobs, old_logprobs, ref_logprobs, entropies))
+
+    policy, kl = logprobs, torch.zeros_like(logprobs)  # (N, T) both
+    if importance_sampling_level != "token":  # one ratio for a whole answer
+        policy = answer_level(logprobs, old_logprobs, mask, importance_sampling_level)
+    surrogate = clipped_surrogate(policy, old_logprobs, advantages, epsilon, epsilon_high)  # (N, T)
+    if ref_logprobs is not None:
+        kl = (k3_kl(logprobs, ref_logprobs) if kl_penalty_type == "low_var_kl"
+              else kl_estimate(logprobs, ref_logprobs, kl_penalty_type))
+    ratio = (policy - old_logprobs).clamp(-50, 50).exp()  # (N, T), 1 behind the mask
+    per_token = -surrogate + beta * (ratio * kl if use_bias_correction_kl else kl)  # (N, T)
+    if entropy_bonus:
+        per_token = per_token - entropy_bonus * entropies
 
     if loss_type == "grpo":
-        total, whole = masked_mean(per_token, mask, dim=1).sum(), len(mask)
-    elif loss_type == "dapo":
-        total, whole = torch.where(mask, per_token, 0.0).sum(), int(mask.sum())
-    elif loss_type == "dr_grpo":
-        if divisor is None and max_completion_length is None:
-            raise ValueError("loss_type 'dr_grpo' divides by max_completion_length, which is None")
-        total, whole = torch.where(mask, per_token, 0.0).sum(), len(mask) * (max_completion_length or 0)
+        total, whole = masked_mean(per_token, mask, dim=1).sum(), N
     else:
-        raise ValueError(f"loss_type is {loss_type!r}, and must be 'grpo', 'dapo' or 'dr_grpo'")
+        total = torch.where(mask, per_token, 0.0).sum()
+        whole = int(mask.sum()) if loss_type == "dapo" else N * (max_completion_length or 0)
     loss = total / max(whole if divisor is None else divisor, 1)
 
-    with torch.no_grad():
-        ratio = (logprobs - old_logprobs).clamp(-50, 50).exp()  # 1 behind the mask
-        A = advantages.unsqueeze(1)
-        high = epsilon if epsilon_high is None else epsilon_high
-        clipped = (A > 0) & (ratio > 1 + high) | (A < 0) & (ratio < 1 - epsilon)  # corners 1 and 4
-        metrics = {
-            "loss": loss.item(),
-            "kl": masked_mean(kl, mask).item(),
-            "clip_fraction": masked_mean(clipped.float(), mask).item(),
-            "ratio_max": torch.where(mask, ratio, 0.0).max().item() if mask.numel() else 0.0,
-        }
-    return loss, metrics
+    A, high = advantages.unsqueeze(1), epsilon if epsilon_high is None else epsilon_high
+    clipped = (A > 0) & (ratio > 1 + high) | (A < 0) & (ratio < 1 - epsilon)  # corners 1 and 4
+    means = {"kl": kl, "clip_fraction": clipped.to(kl), "ratio_mean": ratio}
+    metrics = {name: masked_mean(x.detach(), mask).item() for name, x in means.items()}
+    largest = torch.where(mask, ratio.detach(), 0.0).max().item() if mask.any() else 0.0
+    return loss, {"loss": loss.item(), "ratio_max": largest, **metrics}
 
 
 # The apples, beta 0.04, to be followed with a pencil:
@@ -705,13 +618,88 @@ def grpo_loss(
 
 
 # ------------------------------------------------------------------------------------------------
-# 9. Settings
+# 9. The relatives (skip on a first reading: the plain algorithm goes on in section 10)
+#
+# GRPO's relatives share everything above but a line or two. Each of those lines is here, or is a
+# setting that we have met already:
+#
+#   Dr. GRPO    scale_rewards="none", loss_type="dr_grpo": no std, a constant divisor. The std makes
+#               questions that are almost solved, or hopeless, count most; it is small there.
+#   RLOO        scale_rewards="rloo", beta 0, and no clip. `group_scale` below.
+#   REINFORCE   with one update per batch and beta 0, r = 1, and the gradient of r * A is A times that
+#               of log pi: REINFORCE with the group mean as its baseline. Nothing needs changing.
+#   DAPO        epsilon_high=0.28 ("clip-higher": a rare token that was good may grow faster, so
+#               exploration does not die out), loss_type="dapo", dynamic_sampling > 0 (section 11),
+#               overlong_buffer > 0 (`overlong_penalty`), beta=0.
+#   GSPO        importance_sampling_level="sequence"; "sequence_sum" is the course's handwritten code.
+#   RLinf       normalize_advantages: False is scale_rewards="none"; kl_penalty_type, entropy_bonus and
+#               early_stop_imp_ratio are settings here. Its use_valid_token_scale divides advantages by
+#               the number of tokens, which, under a sum over tokens, is the mean that "grpo" takes
+#               anyway: left out.
+#   PPO         trains a critic V and takes, going backwards, A_t = delta_t + gamma * lambda * A_t+1
+#               with delta_t = r_t + gamma * V_t+1 - V_t (GAE). With r_t = 1, V_t = 5, V_t+1 = 5.5 and
+#               gamma = 0.99, delta_t = 1.445. If the only reward R comes at the end, and gamma =
+#               lambda = 1, the sum telescopes: A_t = R - V_t. With the group's mean for V_t it is
+#               GRPO's advantage, and the critic, and these lines, have become unnecessary.
 # ------------------------------------------------------------------------------------------------
 
 
-def setting(default, text):
-    """A field of GRPOConfig; the text is also what --help prints."""
-    return field(default=default, metadata={"help": text})
+def group_scale(rewards, scale_rewards):
+    """Advantages (B, G) under each `scale_rewards`: "group" as in section 3, and three others.
+
+    "none" (Dr. GRPO, arXiv:2503.20783): R_i - mean. "batch": that over the std of all B * G rewards,
+    so that every question keeps its weight. "rloo" (arXiv:2402.14740): R_i minus the mean of the
+    *other* G - 1 rewards, a baseline that does not contain the answer itself. Since the mean of
+    all is a little of R_i, "none" is the same, times (G - 1) / G.
+    """
+    if scale_rewards == "group":
+        return group_advantages(rewards)
+    centered, G = group_advantages(rewards, scale_rewards=False), rewards.shape[-1]
+    if scale_rewards == "rloo":
+        others = (rewards.sum(dim=-1, keepdim=True) - rewards) / (G - 1)  # (B, G)
+        return torch.where(centered == 0, 0.0, rewards - others)  # flat groups stay exactly flat
+    std = rewards.std(correction=0)
+    return centered / std if scale_rewards == "batch" and std > 0 else centered
+
+
+def overlong_penalty(lengths, max_completion_length, buffer):
+    """DAPO's soft penalty, to be added to the reward: 0 up to `buffer` tokens before the cap, then
+    falling in a line to -1 at the cap. Lengths (N,) -> (N,). A cliff at the cap would punish an
+    answer for one token too many as much as for nonsense."""
+    return ((max_completion_length - buffer - lengths) / buffer).clamp(-1.0, 0.0)
+
+
+def answer_level(logprobs, old_logprobs, mask, level):
+    """log-probs (N, T) that give every token of an answer the same ratio. "sequence" (GSPO,
+    arXiv:2507.18071): the geometric mean of its tokens' ratios. "sequence_sum": their product, the
+    ratio of the answers' probabilities, which for long answers is out of every clip's bounds."""
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0).sum(dim=1, keepdim=True)  # (N, 1)
+    if level == "sequence":
+        log_ratio = log_ratio / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return old_logprobs + log_ratio
+
+
+def kl_estimate(logprobs, ref_logprobs, kl_penalty_type):
+    """Estimators of KL(pi_theta || pi_ref) per token, (N, T), by RLinf's names and Schulman's.
+
+    With x = log(pi_theta / pi_ref): "kl" (k1) is x, unbiased, of either sign, and useless as a loss:
+    its gradient is that of log pi_theta, whose mean is zero. "abs" is |x|. "mse" (k2) is x^2 / 2, a
+    biased value with the right gradient. "low_var_kl" (k3), the default, is unbiased with little
+    variance, but the mean of its gradient is that of KL(pi_ref || pi_theta). TRL multiplies k3 by
+    the ratio (use_bias_correction_kl): on-policy the same value, and the gradient of k2.
+    """
+    x, k3 = (logprobs - ref_logprobs).clamp(-1e18, 1e18), k3_kl(logprobs, ref_logprobs)
+    return {"kl": x, "abs": x.abs(), "mse": x.square() / 2, "low_var_kl": k3}[kl_penalty_type]
+
+
+# ------------------------------------------------------------------------------------------------
+# 10. Settings
+# ------------------------------------------------------------------------------------------------
+
+
+def knob(default, text, least=None):
+    """A field of GRPOConfig; `text` is also what --help prints, `least` the smallest value allowed."""
+    return field(default=default, metadata={"help": text, "least": least})
 
 
 @dataclass
@@ -719,60 +707,60 @@ class GRPOConfig:
     """Every knob. Names are TRL's GRPOConfig's where it has them, values the documents'."""
 
     # What is sampled in a step: prompts_per_step * num_generations answers.
-    num_generations: int = setting(8, "G, answers to each question; 4 is few, 16 is comfortable")
-    prompts_per_step: int = setting(32, "B, questions in a step")
-    max_completion_length: int = setting(512, "T, tokens at which an answer is cut off")
-    temperature: float = setting(1.0, "of sampling and of scoring; lower explores less")
+    num_generations: int = knob(8, "G, answers to each question; 4 is few, 16 is comfortable", 2)
+    prompts_per_step: int = knob(32, "B, questions in a step", 1)
+    max_completion_length: int = knob(512, "tokens at which an answer is cut off", 1)
+    temperature: float = knob(1.0, "of sampling and of scoring; lower explores less", 1e-6)
     # The loss.
-    beta: float = setting(0.04, "weight of the KL penalty; 0 saves the reference model")
-    epsilon: float = setting(0.2, "how far the ratio may fall below 1 before the clip acts")
-    epsilon_high: Optional[float] = setting(None, "how far it may rise above 1; default: epsilon")
-    loss_type: str = setting("grpo", "average over tokens: grpo, dapo or dr_grpo")
-    scale_rewards: str = setting("group", "divide advantages by the std of the group, or none")
+    beta: float = knob(0.04, "weight of the KL penalty; 0 saves the reference model", 0)
+    epsilon: float = knob(0.2, "how far the ratio may fall below 1 before the clip acts", 0)
+    epsilon_high: Optional[float] = knob(None, "how far it may rise above 1; default: epsilon", 0)
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = knob("grpo", "average over the tokens")
+    scale_rewards: Literal["group", "none", "batch", "rloo"] = knob("group", "scale of advantages")
     # The update.
-    steps: int = setting(300, "rounds of sampling and learning")
-    num_iterations: int = setting(1, "times that a step's answers are learned from")
-    num_mini_batches: int = setting(1, "updates that each such pass is divided into")
-    learning_rate: float = setting(1e-6, "AdamW's, at the end of the warm-up; 1e-5 for small steps")
-    warmup_steps: int = setting(10, "steps over which the learning rate grows to that")
-    lr_scheduler_type: str = setting("linear", "what follows: linear, cosine, constant_with_warmup")
-    max_grad_norm: float = setting(1.0, "longest gradient that is followed at full length")
+    steps: int = knob(300, "rounds of sampling and learning", 1)
+    num_iterations: int = knob(1, "times that a step's answers are learned from", 1)
+    num_mini_batches: int = knob(1, "updates into which each such pass is divided", 1)
+    learning_rate: float = knob(1e-6, "AdamW's; 1e-6 for 256 answers a step, 1e-5 for 64", 0)
+    warmup_steps: int = knob(10, "steps over which the learning rate grows to that", 0)
+    lr_scheduler_type: Literal["linear", "cosine", "constant_with_warmup"] = knob("linear", "after it")
+    max_grad_norm: float = knob(1.0, "a longer gradient is shortened to this", 1e-6)
+    # The relatives, section 9.
+    importance_sampling_level: Literal["token", "sequence", "sequence_sum"] = knob("token", "ratio of")
+    kl_penalty_type: Literal["low_var_kl", "kl", "abs", "mse"] = knob("low_var_kl", "k3, k1, |k1|, k2")
+    use_bias_correction_kl: bool = knob(False, "multiply the KL by the ratio, as TRL does")
+    kl_in_reward: bool = knob(False, "subtract beta * KL from the reward, as PPO does, not in the loss")
+    entropy_bonus: float = knob(0.0, "reward for an undecided policy", 0)
+    mask_truncated_completions: bool = knob(False, "answers that were cut off: not in the loss")
+    overlong_buffer: int = knob(0, "tokens before the cap over which a penalty grows to 1", 0)
+    dynamic_sampling: int = knob(0, "times that groups without variance are replaced by fresh ones", 0)
+    early_stop_imp_ratio: Optional[float] = knob(None, "no update if the mean ratio is above this", 1)
     # The run.
-    seed: int = setting(0, "of the order of the questions and of the sampling")
-    save_steps: int = setting(50, "steps between checkpoints")
-    show_steps: int = setting(10, "steps between groups of answers shown on the screen; 0: never")
-    gradient_checkpointing: bool = setting(False, "less memory for the update, for a third more time")
-    tokens_per_micro_batch: Optional[int] = setting(None, "tokens in memory at once; default: fits")
+    seed: int = knob(0, "of the order of the questions and of the sampling", 0)
+    save_steps: int = knob(50, "steps between checkpoints; 0: none", 0)
+    gradient_checkpointing: bool = knob(False, "less memory in the update, for a third more time")
+    tokens_per_micro_batch: Optional[int] = knob(None, "tokens in memory at once; default: fits", 1)
 
     def __post_init__(self):
-        # TRL takes True and False here, and so does the command line.
-        spelled = {"true": "group", "false": "none"}
-        self.scale_rewards = spelled.get(str(self.scale_rewards).lower(), self.scale_rewards)
-        for names, wanted, good in (
-            ("num_generations", "at least 2: there has to be something to compare", lambda x: x >= 2),
-            ("prompts_per_step max_completion_length steps num_iterations num_mini_batches save_steps",
-             "at least 1", lambda x: x >= 1),
-            ("temperature learning_rate max_grad_norm", "above 0", lambda x: 0 < x < float("inf")),
-            ("beta epsilon warmup_steps show_steps", "0 or more", lambda x: 0 <= x < float("inf")),
-            ("epsilon_high", "0 or more", lambda x: x is None or x >= 0),
-            ("tokens_per_micro_batch", "at least 1", lambda x: x is None or x >= 1),
-            ("loss_type", "grpo, dapo or dr_grpo", lambda x: x in ("grpo", "dapo", "dr_grpo")),
-            ("scale_rewards", "group or none", lambda x: x in ("group", "none")),
-            ("lr_scheduler_type", "linear, cosine or constant_with_warmup",
-             lambda x: x in ("linear", "cosine", "constant_with_warmup")),
-        ):  # fmt: skip
-            for name in names.split():
-                if not good(getattr(self, name)):
-                    raise ValueError(f"{name} is {getattr(self, name)!r}, and must be {wanted}")
+        words = {"True": "group", "False": "none"}  # TRL takes these too
+        self.scale_rewards = words.get(str(self.scale_rewards), self.scale_rewards)
+        for f in fields(self):
+            value, choices, least = getattr(self, f.name), get_args(f.type), f.metadata["least"]
+            if get_origin(f.type) is Literal and value not in choices:
+                raise ValueError(f"{f.name} is {value!r}, and must be one of {choices}")
+            if None not in (least, value) and not least <= value < float("inf"):
+                raise ValueError(f"{f.name} is {value}, and must be at least {least}, and finite")
         if self.num_mini_batches > self.prompts_per_step:
-            raise ValueError(
-                f"num_mini_batches is {self.num_mini_batches}: groups are not divided, so at most "
-                f"prompts_per_step, which is {self.prompts_per_step}"
-            )
+            raise ValueError("num_mini_batches is above prompts_per_step, and groups are not divided")
+        if self.overlong_buffer > (0 if self.mask_truncated_completions else self.max_completion_length):
+            raise ValueError("overlong_buffer is above max_completion_length, or would punish answers that "
+                             "mask_truncated_completions spares")
+        if self.kl_in_reward and (not self.beta or self.use_bias_correction_kl):
+            raise ValueError("kl_in_reward needs a beta, and leaves no KL in the loss to be corrected")
 
 
 # ------------------------------------------------------------------------------------------------
-# 10. One step
+# 11. One step
 # ------------------------------------------------------------------------------------------------
 
 
@@ -781,319 +769,293 @@ class Learner:
     """What is kept from step to step."""
 
     model: torch.nn.Module  # pi_theta: samples, and is scored
-    reference: Optional[torch.nn.Module]  # pi_ref, or None at beta = 0
-    weights: list  # float32 master weights, one per trained parameter of the model
+    reference: Optional[torch.nn.Module]  # pi_ref; None at beta = 0
+    parameters: list  # the model's trained parameters, in the precision that it computes in
+    weights: list  # their float32 masters, which the optimizer moves
     optimizer: torch.optim.Optimizer
     budget: int  # tokens in a micro-batch
     questions_seen: int = 0
-    failed_in_a_row: int = 0  # updates not made because a number was not finite
-    shown: tuple = ()  # (prompt, texts, rewards, advantages) of one group, to look at
+    failed: int = 0  # updates in a row that were skipped because a number was not finite
+    last: tuple = ()  # (rows, texts, rewards (B, G), advantages (B, G)) of the last step, to look at
 
 
 def make_learner(model, config):
-    """Set up the precisions, the reference and the optimizer. Changes the model's dtype in place."""
-    # On a GPU with bfloat16 the model computes in it, twice as fast and half as large. But an update
-    # at learning rate 1e-6 is far smaller than the distance between neighbouring bfloat16 numbers:
-    # some 98 % of the weights would not move at all. So the optimizer works on float32 copies, the
-    # master weights, and the model gets them rounded, after each update. Elsewhere (CPU, Apple's
-    # GPUs, older cards) the model computes in float32, and its parameters are the master weights.
+    """Set up precisions, reference and optimizer. Casts the model's parameters in place.
+
+    On a GPU with bfloat16 the model computes in it: twice as fast, half as large. But an update at
+    learning rate 1e-6 is far smaller than the gap between neighbouring bfloat16 numbers; some 98 %
+    of the weights would not move at all. So the optimizer moves float32 copies, the master weights,
+    and the model gets them, rounded, after each update. Everywhere else (CPU, Apple's GPUs, older
+    cards) the model computes in float32, and its parameters are the master weights themselves.
+    """
     bf16 = model.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    weights = []
+    parameters, weights = [], []
     for parameter in model.parameters():
         wide = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
-        # Only the parameters are cast. `model.to(torch.bfloat16)` would round the rotary embedding's
-        # frequencies as well, which are a buffer, and get all the later positions wrong.
+        # Only parameters are cast. `model.to(torch.bfloat16)` would round a buffer as well, the
+        # frequencies of the rotary embedding, and get the angles of all late positions wrong.
         parameter.data = wide.to(torch.bfloat16) if bf16 else wide
         if parameter.requires_grad:
+            parameters.append(parameter)
             weights.append(wide if bf16 else parameter)
             weights[-1].grad = torch.zeros_like(wide)
     if not weights:
-        raise ValueError("none of the model's parameters has requires_grad: there is nothing to train")
+        raise ValueError("none of the model's parameters requires a gradient: nothing to train")
     reference = copy.deepcopy(model).eval().requires_grad_(False) if config.beta else None
-    if config.gradient_checkpointing:
-        # The method has two names: transformers 5.0's, and the one that replaces it later.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
-    # AdamW shrinks all weights by 0.01 * learning rate a step unless told otherwise.
+    if config.gradient_checkpointing:  # the method has a new name and an old one
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    # AdamW shrinks all weights by 0.01 * learning rate in each step unless told otherwise.
     optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0)
-    return Learner(model, reference, weights, optimizer, config.tokens_per_micro_batch or 8192)
-
-
-def trained(learner):
-    """Pairs of a trained parameter and its master weight, which in float32 are one and the same."""
-    return zip([p for p in learner.model.parameters() if p.requires_grad], learner.weights)
-
-
-def trained_names(model):
-    """The names of the trained parameters, in the order of Learner.weights."""
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return Learner(model, reference, parameters, weights, optimizer, config.tokens_per_micro_batch or 8192)
 
 
 def score_rewards(reward_fn, rows, rollout, num_generations):
-    """Call the reward function the way TRL does; gives (B, G) rewards, or a ValueError that says what
-    is wrong with them. `rows` are the B rows of the data set, each repeated for its G answers."""
-    repeated = [row for row in rows for _ in range(num_generations)]
-    chats = not isinstance(rows[0]["prompt"], str)
-    say = (lambda text: [{"role": "assistant", "content": text}]) if chats else str
-    ids = [ids[real].tolist() for ids, real in zip(
-        rollout.input_ids[:, -rollout.completion_mask.shape[1] :], rollout.completion_mask)]  # fmt: skip
-    name = getattr(reward_fn, "__name__", type(reward_fn).__name__)
+    """Call the reward function as TRL does. `rows` are the B rows of the data set; gives (B, G)
+    rewards. Anything but one finite number for each completion is a ValueError that says where."""
+    texts, name = rollout.texts, getattr(reward_fn, "__name__", repr(reward_fn))
+    columns = {key: [row[key] for row in rows for _ in range(num_generations)] for key in rows[0]}
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    columns["completions"] = list(texts) if isinstance(rows[0]["prompt"], str) else chats
+    ids = rollout.input_ids[:, -rollout.completion_mask.shape[1] :]
+    columns["completion_ids"] = [row[real].tolist() for row, real in zip(ids, rollout.completion_mask)]
     try:
-        rewards = reward_fn(
-            prompts=[row["prompt"] for row in repeated],
-            completions=[say(text) for text in rollout.texts],
-            completion_ids=ids,
-            **{column: [row[column] for row in repeated] for column in rows[0] if column != "prompt"},
-        )
+        rewards = reward_fn(prompts=columns.pop("prompt"), **columns)
     except Exception as error:
-        raise ValueError(f"the reward function {name} raised {type(error).__name__}: {error}") from error
-    if not isinstance(rewards, (list, tuple)) or len(rewards) != len(repeated):
-        size = f" of {len(rewards)}" if isinstance(rewards, (list, tuple)) else ""
-        raise ValueError(
-            f"the reward function {name} gave a {type(rewards).__name__}{size}; wanted a list of "
-            f"{len(repeated)} numbers, one for each completion"
-        )
+        raise ValueError(f"reward function {name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(rewards, (list, tuple)) or len(rewards) != len(texts):
+        raise ValueError(f"reward function {name} gave {str(rewards)[:80]} ({type(rewards).__name__}); "
+                         f"wanted a list of {len(texts)} numbers, one for each completion")
     for i, reward in enumerate(rewards):
         if not isinstance(reward, Real) or not abs(reward) < float("inf"):
-            raise ValueError(
-                f"the reward function {name} gave {reward!r} at place {i}; wanted one finite number "
-                f"for each completion. That completion: {rollout.texts[i][:80]!r}"
-            )
-    return torch.tensor([float(reward) for reward in rewards]).view(len(rows), num_generations)
+            raise ValueError(f"reward function {name} gave {reward!r} at place {i}; wanted a finite "
+                             f"number. The completion there: {texts[i][:80]!r}")
+    return torch.tensor(rewards, dtype=torch.float64).view(len(rows), num_generations)
 
 
-def pack(rollout, groups, num_generations, budget):
-    """Cut groups into micro-batches of at most `budget` tokens, padding included, where possible.
+def micro_batches(rollout, groups, num_generations, budget):
+    """Cut groups into parts of about `budget` tokens, padding included. Yields (rows, k, input_ids,
+    attention_mask, completion_mask): every k neighbouring rows share a prompt.
 
-    Gives a list of (rows, k): row numbers in which every k neighbours share a prompt. Whole groups,
-    since their prompt is computed once; groups too large for the budget are cut into equal parts.
-    Like lengths together, so that little is padding, and the longest first: if memory is short, it
-    shows at once and not after an hour.
+    Whole groups (k = G), since their prompt is computed once, unless the largest is too large. Like
+    lengths together, so that little is padding; the longest first, so that memory, if it is short,
+    is short at once and not after an hour. Columns that are padding in all rows are cut off.
     """
-    lengths = rollout.completion_mask.sum(dim=1).tolist()  # N
-    widths = rollout.attention_mask.sum(dim=1).tolist()  # N, prompt and answer together
-    G = k = num_generations
-    longest = max((max(lengths[g * G : (g + 1) * G]) for g in groups), default=0)
-    while k > 1 and k * longest > budget:
-        k = max(part for part in range(1, k) if G % part == 0)
-    pieces = [range(i, i + k) for g in groups for i in range(g * G, (g + 1) * G, k)]
-    pieces.sort(key=lambda piece: -max(lengths[i] for i in piece))
-    batches, filled = [], 0
-    for piece in pieces:
-        # In a micro-batch every answer is padded to the longest, which came first.
-        if not filled:
-            longest = max(lengths[i] for i in piece)
-        cost = k * longest + widths[piece[0]] - lengths[piece[0]]  # and the prompt, once
-        if not batches or filled + cost > budget:
-            batches.append([])
-            longest, filled = max(lengths[i] for i in piece), 0
-            cost = k * longest + widths[piece[0]] - lengths[piece[0]]
-        batches[-1].extend(piece)
-        filled += cost
-    return [(batch, k) for batch in batches]
-
-
-def narrow(rollout, rows):
-    """ids, attention mask and completion mask of some rows, without the columns that are padding in
-    all of them: (n, P'+T'), (n, P'+T'), (n, T')."""
+    lengths, G = rollout.completion_mask.sum(dim=1).tolist(), num_generations  # N
     P = rollout.input_ids.shape[1] - rollout.completion_mask.shape[1]
-    P_used = int(rollout.attention_mask[rows, :P].sum(dim=1).max())  # the widest prompt among them
-    T_used = int(rollout.completion_mask[rows].sum(dim=1).max())  # the longest answer
-    columns = slice(P - P_used, P + T_used)
-    mask = rollout.completion_mask[rows, :T_used]
-    return rollout.input_ids[rows, columns], rollout.attention_mask[rows, columns], mask
+    widths = rollout.attention_mask[:, :P].sum(dim=1).tolist()  # N
+    longest = {g: max(lengths[g * G : g * G + G]) for g in groups}
+    most = max(longest.values(), default=1)
+    k = max(k for k in range(1, G + 1) if G % k == 0 and (k == 1 or k * most <= budget))
+    groups = sorted(groups, key=lambda g: -longest[g])
+    pieces = [(longest[g], range(i, i + k)) for g in groups for i in range(g * G, g * G + G, k)]
+    while pieces:
+        count = max(1, budget // (k * pieces[0][0] + P))  # all are padded to the first
+        rows = [row for _, piece in pieces[:count] for row in piece]
+        columns = slice(P - max(widths[row] for row in rows), P + max(lengths[row] for row in rows))
+        yield (rows, k, rollout.input_ids[rows, columns], rollout.attention_mask[rows, columns],
+               rollout.completion_mask[rows, : columns.stop - P])
+        pieces = pieces[count:]
 
 
-def smaller_on_out_of_memory(work, learner, *rest):
-    """work(learner, *rest), again with micro-batches of half the size as long as memory is too small.
-    The result is the same: the gradients of micro-batches add up to the whole, however it is cut."""
+def smaller_if_out_of_memory(work, learner, *rest):
+    """work(learner, *rest); again, with half the tokens in a micro-batch, when memory is too small.
+    The result is the same: gradients of micro-batches add up to the whole, however it is cut."""
     while True:
         try:
             return work(learner, *rest)
         except torch.OutOfMemoryError as error:
             if learner.budget < 64:
-                raise RuntimeError(
-                    "out of memory even for one answer at a time. What helps, most first: "
-                    "gradient_checkpointing, a smaller max_completion_length, beta=0 (no reference "
-                    "model: 2 bytes a weight), a smaller model"
-                ) from error
+                raise RuntimeError("out of memory for one answer. What helps, most first: gradient_"
+                                   "checkpointing, smaller max_completion_length, beta=0") from error
         learner.budget //= 2
         torch.cuda.empty_cache()
-        tqdm.write(f"out of memory: from here on {learner.budget} tokens in a micro-batch")
+        tqdm.write(f"out of memory: {learner.budget} tokens in a micro-batch from here on")
 
 
 @torch.no_grad()
 def score(learner, model, rollout, groups, config):
     """log-probs (N, T) of the rollout under `model`, without gradient: for pi_old and pi_ref."""
     logprobs = torch.zeros_like(rollout.logprobs)
-    for rows, k in pack(rollout, groups, config.num_generations, learner.budget):
-        ids, attention_mask, mask = narrow(rollout, rows)
+    parts = micro_batches(rollout, groups, config.num_generations, learner.budget)
+    for rows, k, ids, attention_mask, mask in parts:
         logprobs[rows, : mask.shape[1]] = token_logprobs(
-            model, ids, attention_mask, mask.shape[1], config.temperature, num_generations=k
-        ).to(logprobs.dtype)
+            model, ids, attention_mask, mask.shape[1], config.temperature, num_generations=k).float()
     return logprobs
 
 
-def accumulate(learner, rollout, groups, advantages, old_logprobs, ref_logprobs, divisor, config):
-    """The gradient of one mini-batch, micro-batch by micro-batch, into the .grad of the master weights.
-    Gives the metrics, as sums over its tokens."""
-    model = learner.model
+def accumulate(learner, rollout, groups, advantages, old_logprobs, ref_logprobs, settings, config):
+    """The gradient of one update, micro-batch by micro-batch, into the .grad of the master weights.
+    `settings` are grpo_loss's. Gives the metrics as sums over tokens."""
     learner.optimizer.zero_grad(set_to_none=False)
-    # Dropout stays off (eval) while learning too: with it, the ratio would compare two different
-    # networks. Gradient checkpointing asks for train mode, so just the modules that do it get it.
-    for module in model.eval().modules():
+    # Dropout is off (eval) while learning too: with it, the ratio would compare two different
+    # networks. Gradient checkpointing works in train mode only, so just its modules get that.
+    for module in learner.model.eval().modules():
         module.training = bool(getattr(module, "gradient_checkpointing", False))
-    sums = {"tokens": 0, "loss": 0.0, "ratio_max": 0.0}
-    for rows, k in pack(rollout, groups, config.num_generations, learner.budget):
-        ids, attention_mask, mask = narrow(rollout, rows)
+    sums = Counter()
+    parts = micro_batches(rollout, groups, config.num_generations, learner.budget)
+    for rows, k, ids, attention_mask, mask in parts:
         T, k = mask.shape[1], 1 if config.gradient_checkpointing else k
-        logprobs, entropies = token_logprobs(
-            model, ids, attention_mask, T, config.temperature, num_generations=k, return_entropy=True
-        )
-        # With one update per batch of answers, pi_old is pi_theta itself, held constant. The ratio is
-        # then 1, but its gradient is not 0: d(ratio) = d(log pi_theta).
+        logprobs, entropies = token_logprobs(learner.model, ids, attention_mask, T, config.temperature,
+                                             num_generations=k, return_entropy=True)
+        # With one update per batch of answers, pi_old is pi_theta itself, held constant. The ratio
+        # is then 1, but its gradient is not 0: d(ratio) = d(log pi_theta).
         old = logprobs.detach() if old_logprobs is None else old_logprobs[rows, :T]
-        loss, metrics = grpo_loss(
-            logprobs,
-            old,
-            None if ref_logprobs is None else ref_logprobs[rows, :T],
-            advantages[rows],
-            mask,
-            epsilon=config.epsilon,
-            epsilon_high=config.epsilon_high,
-            beta=config.beta,
-            loss_type=config.loss_type,
-            divisor=divisor,
-        )
+        ref = None if ref_logprobs is None else ref_logprobs[rows, :T]
+        if config.mask_truncated_completions:
+            mask = mask & ~rollout.truncated[rows, None]
+        loss, metrics = grpo_loss(logprobs, old, ref, advantages[rows], mask, entropies=entropies, **settings)
         if not loss.isfinite():
-            sound = logprobs.isfinite().all(dim=1).tolist()
-            wrong = next((row for row, good in zip(rows, sound) if not good), rows[0])
-            raise FloatingPointError(f"the loss is {loss.item()}, by answer {wrong}: {rollout.texts[wrong][:80]!r}")
+            bad = rows[int(logprobs.isfinite().all(dim=1).long().argmin())]
+            raise FloatingPointError(f"loss {loss.item()}, by an answer to question "
+                                     f"{bad // config.num_generations}: {rollout.texts[bad][:80]!r}")
         loss.backward()
-        for parameter, weight in trained(learner):  # bfloat16 gradients, added up in float32
+        for parameter, weight in zip(learner.parameters, learner.weights):
             if parameter is not weight and parameter.grad is not None:
-                weight.grad += parameter.grad
+                weight.grad += parameter.grad  # bfloat16 gradients, added up in float32
                 parameter.grad = None
         metrics["entropy"] = masked_mean(entropies.detach(), mask).item()
         metrics["sampler_gap"] = masked_mean((rollout.logprobs[rows, :T] - old).abs(), mask).item()
-        # The losses are divided by the whole already, and add up; the others are means over tokens.
-        tokens = int(mask.sum())
-        sums["tokens"] += tokens
-        sums["loss"] += metrics.pop("loss")
-        sums["ratio_max"] = max(sums["ratio_max"], metrics.pop("ratio_max"))
-        for name, value in metrics.items():
-            sums[name] = sums.get(name, 0.0) + value * tokens
+        # Losses are divided by the whole already and add up; the others are means over n tokens.
+        largest, n = max(sums.pop("ratio_max", 0.0), metrics.pop("ratio_max")), int(mask.sum())
+        sums.update({name: x * (1 if name == "loss" else n) for name, x in metrics.items()})
+        sums.update(tokens=n, ratio_max=largest)
     return sums
 
 
-def update(learner, rollout, advantages, config):
+def update(learner, rollout, advantages, ref_logprobs, config):
     """Learn from one rollout: num_iterations passes, each of num_mini_batches updates. Gives metrics.
 
-    `advantages` is (N,). The gradient of each update is that of its mini-batch as a whole.
+    Advantages (N,), ref_logprobs (N, T) or None. The gradient of an update is that of its mini-batch
+    as a whole, whatever the memory holds at once.
     """
-    G = config.num_generations
-    lengths = rollout.completion_mask.sum(dim=1).view(-1, G)  # (B, G)
+    G, mask = config.num_generations, rollout.completion_mask
+    if config.mask_truncated_completions:
+        mask = mask & ~rollout.truncated[:, None]
+    tokens = mask.reshape(-1, G * mask.shape[1]).sum(dim=1).cpu()  # (B,) in each group's loss
     # A group of equal rewards has advantages of 0, and without KL no gradient at all. Its answers
-    # need no forward and no backward pass. They are still counted in the divisor: nothing else changes.
-    teaches = (advantages.view(-1, G) != 0).any(dim=1).tolist()  # B
-    scored = [g for g in range(len(teaches)) if config.beta or teaches[g]]
-    old_logprobs = ref_logprobs = None
-    if config.beta:
-        ref_logprobs = smaller_on_out_of_memory(score, learner, learner.reference, rollout, scored, config)
+    # need no forward and no backward pass. They still count in the divisor: nothing else changes.
+    teaches = (advantages.view(-1, G) != 0).any(dim=1)  # (B,)
+    if ref_logprobs is not None or config.entropy_bonus:
+        teaches = torch.ones_like(teaches)
+    B, groups, old_logprobs = len(teaches), teaches.nonzero().flatten().tolist(), None
     if config.num_iterations * config.num_mini_batches > 1:
-        # Several updates: pi_old has to be written down before the first of them moves pi_theta. It
-        # is the scorer's word and not the sampler's, so that the ratio starts at exactly 1 and the
-        # rounding differences between the two, in bfloat16, do not look like a policy that has moved.
-        old_logprobs = smaller_on_out_of_memory(score, learner, learner.model, rollout, scored, config)
-    total = {"tokens": 0, "updates": 0, "skipped_updates": 0}
-    for _ in range(config.num_iterations):
-        order = torch.randperm(len(teaches)) if config.num_mini_batches > 1 else torch.arange(len(teaches))
-        for part in order.tensor_split(config.num_mini_batches):
-            # What to divide by is counted over the whole mini-batch. If each micro-batch took the mean
-            # of its own tokens, the way it is cut would decide what a token weighs.
-            divisor = {
-                "grpo": len(part) * G,
-                "dapo": int(lengths[part.to(lengths.device)].sum()),
-                "dr_grpo": len(part) * G * config.max_completion_length,
-            }[config.loss_type]
-            groups = [g for g in part.tolist() if g in scored]
-            try:
-                sums = smaller_on_out_of_memory(
-                    accumulate, learner, rollout, groups, advantages, old_logprobs, ref_logprobs, divisor, config
-                )
-                # All gradients together are one long vector. If it is longer than max_grad_norm it is
-                # cut to that: one strange batch then costs one step in the wrong direction, no more.
-                norm = torch.nn.utils.clip_grad_norm_(learner.weights, config.max_grad_norm).item()
-                if not norm < float("inf"):
-                    raise FloatingPointError(f"the gradient's norm is {norm}")
-            except FloatingPointError as error:
-                learner.failed_in_a_row += 1
-                total["skipped_updates"] += 1
-                if learner.failed_in_a_row == 3:
-                    raise
-                tqdm.write(f"update skipped: {error}")
+        # pi_old has to be written down before the first update moves pi_theta. It is the scorer's
+        # word and not the sampler's, so that the ratio starts at exactly 1, and the rounding
+        # differences of the two, in bfloat16, do not look like a policy that has moved.
+        old_logprobs = smaller_if_out_of_memory(score, learner, learner.model, rollout, groups, config)
+    # The settings of the loss bear the same names in the config.
+    settings = {name: getattr(config, name) for name in grpo_loss.__kwdefaults__ if hasattr(config, name)}
+    settings["beta"] = 0.0 if ref_logprobs is None else config.beta
+    done = []
+    for i in range(config.num_iterations * config.num_mini_batches):
+        if i % config.num_mini_batches == 0:  # a new pass, in a new order
+            order = torch.randperm(B) if config.num_mini_batches > 1 else torch.arange(B)
+        part = order.tensor_split(config.num_mini_batches)[i % config.num_mini_batches]
+        # What to divide by is counted over the whole mini-batch. If each micro-batch took the mean
+        # of its own tokens, the way it is cut would decide what a token weighs.
+        settings["divisor"] = {"grpo": len(part) * G, "dapo": int(tokens[part].sum()),
+                               "dr_grpo": len(part) * G * config.max_completion_length}[config.loss_type]
+        some = [g for g in part.tolist() if g in groups]
+        try:
+            sums = smaller_if_out_of_memory(accumulate, learner, rollout, some, advantages, old_logprobs,
+                                            ref_logprobs, settings, config)
+            if sums["ratio_mean"] > (config.early_stop_imp_ratio or float("inf")) * sums["tokens"]:
                 continue
-            learner.failed_in_a_row = 0
-            learner.optimizer.step()
-            with torch.no_grad():
-                for parameter, weight in trained(learner):
-                    if parameter is not weight:
-                        parameter.copy_(weight)  # rounded to bfloat16
-            sums["grad_norm"], sums["updates"] = norm, 1
-            total["ratio_max"] = max(total.get("ratio_max", 0.0), sums.pop("ratio_max"))
-            for name, value in sums.items():
-                total[name] = total.get(name, 0) + value
-    over = {"loss": "updates", "grad_norm": "updates"}  # means over updates, the others over tokens
-    names = ("loss", "grad_norm", "kl", "clip_fraction", "entropy", "sampler_gap")
-    means = {name: total.get(name, 0.0) / max(total[over.get(name, "tokens")], 1) for name in names}
-    return {**means, "ratio_max": total.get("ratio_max", 0.0), "skipped_updates": total["skipped_updates"]}
+            # All gradients together are one long vector. If it is longer than max_grad_norm it is cut
+            # to that: a strange batch then costs one step in a wrong direction, no more.
+            sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(learner.weights, config.max_grad_norm).item()
+            if not sums["grad_norm"] < float("inf"):
+                raise FloatingPointError(f"gradient of norm {sums['grad_norm']}")
+        except FloatingPointError as error:
+            learner.failed += 1
+            tqdm.write(f"update skipped, {learner.failed} in a row: {error}")
+            if learner.failed == 3:
+                raise
+            continue
+        learner.optimizer.step()
+        for parameter, weight in zip(learner.parameters, learner.weights):
+            if parameter is not weight:
+                parameter.data.copy_(weight)  # rounded to bfloat16
+        learner.failed = 0
+        done.append(sums)
+    per = {"loss": max(len(done), 1), "grad_norm": max(len(done), 1)}  # the others, per token:
+    n = max(sum(sums["tokens"] for sums in done), 1)
+    names = ("loss", "kl", "clip_fraction", "entropy", "sampler_gap", "ratio_mean", "grad_norm")
+    return {**{name: sum(sums[name] for sums in done) / per.get(name, n) for name in names},
+            "ratio_max": max((sums["ratio_max"] for sums in done), default=0.0),
+            "skipped_updates": config.num_iterations * config.num_mini_batches - len(done)}
+
+
+def join(first, second, keep):
+    """Rows `keep` of two rollouts, numbered through, as one, padded to the wider of the two."""
+    widths = [(r.input_ids.shape[1] - r.logprobs.shape[1], r.logprobs.shape[1]) for r in (first, second)]
+    P, T = (max(width) for width in zip(*widths))
+
+    def both(name, left):
+        pads = [((P - p) * left, T - t) for p, t in widths]
+        parts = (getattr(first, name), getattr(second, name))
+        return torch.cat([torch.nn.functional.pad(x, pad) for x, pad in zip(parts, pads)])[keep]
+
+    return Rollout(both("input_ids", 1), both("attention_mask", 1), both("completion_mask", 0),
+                   both("logprobs", 0), [(first.texts + second.texts)[i] for i in keep],
+                   torch.cat([first.truncated, second.truncated])[keep])
+
+
+def sample_and_score(learner, tokenizer, questions, reward_fn, count, config):
+    """G answers to each of the next `count` questions: their rows, the rollout, (count, G) rewards."""
+    rows = [next(questions) for _ in range(count)]
+    learner.questions_seen += count
+    rollout = sample_groups(learner.model, tokenizer, [row["prompt"] for row in rows],
+                            config.num_generations, temperature=config.temperature,
+                            max_completion_length=config.max_completion_length)
+    rewards = score_rewards(reward_fn, rows, rollout, config.num_generations)
+    if config.overlong_buffer:
+        lengths = rollout.completion_mask.sum(dim=1).view(rewards.shape).cpu()
+        rewards += overlong_penalty(lengths, config.max_completion_length, config.overlong_buffer)
+    return rows, rollout, rewards
 
 
 def train_step(learner, tokenizer, questions, reward_fn, config):
-    """One round: sample, score, compare, update. `questions` yields rows of the data set. Gives metrics."""
-    G, started = config.num_generations, time.perf_counter()
-    rows = [next(questions) for _ in range(config.prompts_per_step)]
-    learner.questions_seen += len(rows)
-    rollout = sample_groups(
-        learner.model,
-        tokenizer,
-        [row["prompt"] for row in rows],
-        G,
-        max_completion_length=config.max_completion_length,
-        temperature=config.temperature,
-    )
-    sampled = time.perf_counter()
-    rewards = score_rewards(reward_fn, rows, rollout, G)  # (B, G)
-    # Every answer counts in its group's mean and std, the cut ones too: to drop them before would
-    # move the baseline of all the others.
-    advantages = group_advantages(rewards, config.scale_rewards == "group")  # (B, G)
-    metrics = update(learner, rollout, advantages.flatten().to(rollout.logprobs), config)
-    done = time.perf_counter()
-    flat = (advantages == 0).all(dim=1)  # (B,)
-    g = int(flat.long().argmin())  # a group to look at: the first that teaches, if there is one
-    learner.shown = (rows[g]["prompt"], rollout.texts[g * G : (g + 1) * G], rewards[g], advantages[g])
-    lengths = rollout.completion_mask.sum(dim=1).float()
-    return {
-        "reward_mean": rewards.mean().item(),
-        "reward_std": rewards.std(correction=0).item(),
-        "zero_variance_fraction": flat.float().mean().item(),
-        "completion_length": lengths.mean().item(),
-        "truncated_fraction": rollout.truncated.float().mean().item(),
-        **metrics,
-        "learning_rate": learner.optimizer.param_groups[0]["lr"],
-        "sample_seconds": sampled - started,
-        "update_seconds": done - sampled,
-        "tokens_per_second": lengths.sum().item() / (done - started),
-    }
+    """One round: sample, score, compare, update. `questions` yields rows of the data set."""
+    G, B, started = config.num_generations, config.prompts_per_step, time.perf_counter()
+    rows, rollout, rewards = sample_and_score(learner, tokenizer, questions, reward_fn, B, config)
+    for _ in range(config.dynamic_sampling):
+        keep = [g for g, row in enumerate(group_advantages(rewards)) if row.any()]
+        if len(keep) == B:
+            break
+        fresh = sample_and_score(learner, tokenizer, questions, reward_fn, B - len(keep), config)
+        keep += range(B, 2 * B - len(keep))  # the groups that teach, and the fresh ones
+        rollout = join(rollout, fresh[1], [g * G + i for g in keep for i in range(G)])
+        rows, rewards = [(rows + fresh[0])[g] for g in keep], torch.cat([rewards, fresh[2]])[keep]
+    sampled, scores, ref = time.perf_counter(), rewards, None
+    if learner.reference is not None:
+        ref = smaller_if_out_of_memory(score, learner, learner.reference, rollout, range(B), config)
+    if config.kl_in_reward:  # k1 is right here: nobody differentiates a reward
+        kl = (rollout.logprobs - ref).masked_fill(~rollout.completion_mask, 0.0).sum(dim=1)
+        scores, ref = rewards - config.beta * kl.view(B, G).to(rewards), None
+    # Every answer counts in its group's mean and std, those that were cut off too: to drop some of
+    # them first would move the baseline of all the others.
+    advantages = group_scale(scores, config.scale_rewards)  # (B, G)
+    metrics = update(learner, rollout, advantages.flatten().to(rollout.logprobs), ref, config)
+    done, lengths = time.perf_counter(), rollout.completion_mask.sum(dim=1).double()
+    learner.last = (rows, rollout.texts, rewards, advantages)
+    return {"reward_mean": rewards.mean().item(), "reward_std": rewards.std(correction=0).item(),
+            "zero_variance_fraction": (advantages == 0).all(dim=1).double().mean().item(),
+            "completion_length": lengths.mean().item(),
+            "truncated_fraction": rollout.truncated.double().mean().item(), **metrics,
+            "questions_seen": learner.questions_seen,
+            "learning_rate": learner.optimizer.param_groups[0]["lr"],
+            "sample_seconds": sampled - started, "update_seconds": done - sampled,
+            "tokens_per_second": lengths.sum().item() / (done - started)}
 
 
 # ------------------------------------------------------------------------------------------------
-# 11. The loop, and what makes it safe to leave alone overnight
+# 12. The loop, and what makes it safe to leave alone overnight
 # ------------------------------------------------------------------------------------------------
 
 
 def question_stream(dataset, seed, seen=0):
-    """Rows of the data set for ever, shuffled anew each epoch; no row twice before all have been seen.
+    """Rows of the data set for ever, shuffled anew each epoch; none twice before all have been seen.
     The first `seen` are skipped: the order depends on nothing but the seed, so a run can go on."""
     epoch, place = divmod(seen, len(dataset))
     while True:
@@ -1103,190 +1065,118 @@ def question_stream(dataset, seed, seen=0):
         epoch, place = epoch + 1, 0
 
 
-def fingerprint(model):
-    """What tells one set of weights from another: how many there are, and the sum of their sizes."""
-    sizes = [p.detach().abs().sum(dtype=torch.float64).item() for p in model.parameters()]
-    return {"parameters": sum(p.numel() for p in model.parameters()), "size": sum(sizes)}
-
-
 def snapshot(learner):
-    """Where the run stands, weights apart: the place in the data set and all random generators."""
-    numpy_state = np.random.get_state()  # (name, 624 numbers, and three more)
-    return {
-        "questions_seen": learner.questions_seen,
-        "failed_in_a_row": learner.failed_in_a_row,
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": (numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]),
-    }
+    """Where a run stands, weights apart: its place in the data set, and the random generators that
+    it, or somebody's reward function, may draw from. Plain lists and numbers."""
+    name, numbers, *rest = np.random.get_state()
+    return {"questions_seen": learner.questions_seen, "failed": learner.failed,
+            "torch": torch.get_rng_state().tolist(), "python": random.getstate(),
+            "numpy": [name, numbers.tolist(), *rest]}
 
 
-def save_checkpoint(output_dir, step, learner, state, run):
-    """Write checkpoint-<step>; gives its path. Written beside and renamed when it is complete, so that
-    whatever kills the process, and whenever, there is a whole checkpoint; then the one before goes."""
-    path = os.path.join(output_dir, f"checkpoint-{step:06d}")
-    beside = path + ".incomplete"
+def save_checkpoint(path, step, learner, state, run):
+    """All that a run needs to go on, in one file with nothing in it that could be executed. It is
+    written beside and then renamed, so whatever kills the process, and whenever, the file at `path`
+    is a whole checkpoint: this one, or the one before."""
+    tensors = {f"{i}": weight.detach() for i, weight in enumerate(learner.weights)}
+    for i, weight in enumerate(learner.weights):
+        tensors |= {f"{i} {key}": x for key, x in learner.optimizer.state[weight].items()}
     try:
-        shutil.rmtree(beside, ignore_errors=True)
-        os.makedirs(beside)
-        weights = {name: weight.detach() for name, weight in zip(trained_names(learner.model), learner.weights)}
-        save_file(weights, os.path.join(beside, "weights.safetensors"))
-        torch.save({**state, "optimizer": learner.optimizer.state_dict()}, os.path.join(beside, "state.pt"))
-        with open(os.path.join(beside, "run.json"), "w") as file:
-            json.dump(run, file, indent=2)
-        shutil.rmtree(path, ignore_errors=True)
-        os.rename(beside, path)
-    except Exception as error:  # disk full, in the words of three different libraries
-        shutil.rmtree(beside, ignore_errors=True)
-        raise OSError(
-            f"could not write {path} ({error}). Free some space (it needs about "
-            f"{12 * sum(w.numel() for w in learner.weights) / 1e9:.1f} GB) and go on with resume; "
-            f"the checkpoint before is untouched"
-        ) from error
-    for name in os.listdir(output_dir):
-        if name.startswith("checkpoint-") and name != os.path.basename(path):
-            shutil.rmtree(os.path.join(output_dir, name), ignore_errors=True)
-    return path
+        save_file(tensors, path + ".new", metadata={"json": json.dumps([step, state, run])})
+        os.replace(path + ".new", path)
+    except Exception as error:  # a full disk, in the words of whichever library met it
+        if os.path.exists(path + ".new"):
+            os.remove(path + ".new")
+        size = sum(x.numel() * x.element_size() for x in tensors.values()) / 1e9
+        raise OSError(f"no checkpoint of step {step}: {error}. It takes {size:.1f} GB at {path}. The one "
+                      "before it is intact; make room and resume from that") from error
 
 
-def load_checkpoint(output_dir, learner, run):
-    """Put the last checkpoint of `output_dir` into `learner`; gives its step, 0 where there is none."""
-    names = sorted(n for n in os.listdir(output_dir) if re.fullmatch("checkpoint-[0-9]+", n))
-    if not names:
-        return 0
-    path = os.path.join(output_dir, names[-1])
-    with open(os.path.join(path, "run.json")) as file:
-        saved = json.load(file)
-    for part in run:
-        for name in run[part].keys() | saved[part].keys():
-            here, there = run[part].get(name), saved[part].get(name)
-            if here != there and not (name == "size" and abs(here - there) < 1e-7 * abs(there)):
-                raise ValueError(f"{path} is from a run with {part} {name} {there!r}, this one has {here!r}")
-    weights = load_file(os.path.join(path, "weights.safetensors"))
-    # weights_only: numbers and tensors, nothing that could run code while it is read.
-    state = torch.load(os.path.join(path, "state.pt"), map_location="cpu", weights_only=True)
-    learner.optimizer.load_state_dict(state["optimizer"])
-    with torch.no_grad():
-        for name, (parameter, weight) in zip(trained_names(learner.model), trained(learner)):
-            weight.copy_(weights[name])
-            parameter.copy_(weight)
-    learner.questions_seen, learner.failed_in_a_row = state["questions_seen"], state["failed_in_a_row"]
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
+def load_checkpoint(path, learner, run):
+    """Put a checkpoint into `learner`; gives its step. ValueError if it belongs to another run."""
+    with safe_open(path, framework="pt") as file:
+        step, state, saved = json.loads(file.metadata()["json"])
+    for name in run:
+        if run[name] != saved.get(name):
+            raise ValueError(f"{path} is of a run with {name} {saved.get(name)}, this is {run[name]}")
+    tensors = load_file(path)
+    for i, (parameter, weight) in enumerate(zip(learner.parameters, learner.weights)):
+        weight.data.copy_(tensors[f"{i}"])
+        parameter.data.copy_(weight)
+        adam = {key: tensors[f"{i} {key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+        adam |= {key: adam[key].to(weight.device) for key in ("exp_avg", "exp_avg_sq")}
+        learner.optimizer.state[weight] = adam  # its count of steps, and its two averages
+    learner.questions_seen, learner.failed = state["questions_seen"], state["failed"]
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    random.setstate((state["python"][0], tuple(state["python"][1]), state["python"][2]))
     np.random.set_state(state["numpy"])
-    return int(names[-1].removeprefix("checkpoint-"))
-
-
-def cut_back(path, step):
-    """Keep only the lines of a .jsonl file up to `step`; gives them. A killed run has written more
-    lines than its checkpoint knows of, the last perhaps in part."""
-    kept = []
-    if os.path.exists(path):
-        with open(path) as file:
-            for line in file:
-                try:
-                    kept.append(json.loads(line))
-                except ValueError:
-                    break
-        kept = [row for row in kept if row["step"] <= step]
-        with open(path + ".incomplete", "w") as file:
-            file.writelines(json.dumps(row) + "\n" for row in kept)
-        os.replace(path + ".incomplete", path)
-    return kept
-
-
-def show_group(learner):
-    """One question and its group of answers, as text, best first."""
-    prompt, texts, rewards, advantages = learner.shown
-    question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    lines = [f"    {question.strip()[:300]}"]
-    for i in rewards.argsort(descending=True).tolist():
-        answer = " ".join(texts[i].split())
-        answer = answer if len(answer) < 160 else answer[:60] + " ... " + answer[-90:]
-        lines.append(f"      reward {rewards[i]:4.1f}  advantage {advantages[i]:+5.2f}  {answer}")
-    return "\n".join(lines)
+    return step
 
 
 def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=False):
-    """The loop, as a generator: yields (metrics, learner) after each step, so that the caller can do
-    anything in between, evaluate say: `for metrics, learner in training_steps(...): ...`.
+    """The loop, as a generator: yields (metrics, learner) after each step, so that a caller can do
+    what it likes in between: `for metrics, learner in training_steps(...): evaluate(...)`.
 
-    With an `output_dir` it writes config.json, metrics.jsonl (a line a step), samples.jsonl and
-    checkpoints; with `resume` it goes on from the last of these, and then yields earlier steps'
-    metrics not again. Ctrl-C finishes the step, saves and ends the loop; twice stops at once.
+    With an `output_dir` it writes settings.json, metrics.jsonl (a line a step) and, every save_steps and
+    at the end, a checkpoint; with `resume` it goes on from that. Ctrl-C finishes the step, saves and
+    ends the loop; twice stops at once.
     """
-    columns = sorted(dataset[0]) if len(dataset) else []
-    if "prompt" not in columns:
-        raise ValueError(f"the data set needs rows with a 'prompt' column, and has {columns or 'no rows'}")
-    for i, row in enumerate(dataset):
-        if sorted(row) != columns or not row["prompt"]:
-            raise ValueError(f"row {i} of the data set needs a prompt and the columns {columns}: {row}")
+    bad = [i for i, row in enumerate(dataset)
+           if not row.get("prompt") or row.keys() != dataset[0].keys()]
+    if bad or len(dataset) == 0:
+        raise ValueError(f"of {len(dataset)} rows in the data set, {bad[:9]} have no prompt or other columns")
     torch.manual_seed(config.seed)
-    run = {"setting": asdict(config), "model": fingerprint(model), "data": {"rows": len(dataset)}}
-    learner = make_learner(model, config)
-    # The library's formula for the schedule. One step on, or the first step would be made at rate 0.
-    shape = get_scheduler(
-        config.lr_scheduler_type, learner.optimizer, config.warmup_steps, config.steps + 1
-    ).lr_lambdas[0]
-    first = 1
-    if output_dir is not None:
+    sizes = sum(p.detach().abs().sum(dtype=torch.float64).item() for p in model.parameters())
+    run = {**asdict(config), "model": f"{model.config.model_type} {sizes:.6e}", "rows": len(dataset)}
+    learner, done = make_learner(model, config), 0
+    # The library's formula for the schedule. One step on, or the first would be made at rate 0.
+    rate = get_scheduler(config.lr_scheduler_type, learner.optimizer, config.warmup_steps,
+                         config.steps + 1).lr_lambdas[0]
+    checkpoint, metrics_file = (os.path.join(output_dir or "", name)
+                                for name in ("checkpoint.safetensors", "metrics.jsonl"))
+    if output_dir:
         os.makedirs(output_dir, exist_ok=True)
-        metrics_file, samples_file = (os.path.join(output_dir, n) for n in ("metrics.jsonl", "samples.jsonl"))
-        if resume:
-            first += load_checkpoint(output_dir, learner, run)
-        elif os.path.exists(metrics_file):
+        if os.path.exists(metrics_file) and not resume:
             raise ValueError(f"{output_dir} holds a run already: resume it, or name another folder")
-        cut_back(metrics_file, first - 1), cut_back(samples_file, first - 1)
-        with open(os.path.join(output_dir, "config.json"), "w") as file:
-            json.dump(run, file, indent=2)
+        if os.path.exists(checkpoint):
+            done = load_checkpoint(checkpoint, learner, run)
+        # A killed run may have written more lines than its checkpoint knows of, the last in part.
+        lines = open(metrics_file).readlines()[:done] if done else []
+        open(metrics_file, "w").writelines(lines)
+        json.dump(run, open(os.path.join(output_dir, "settings.json"), "w"), indent=2)
     questions = question_stream(dataset, config.seed, learner.questions_seen)
-    interrupts = []
+    interrupted = []
 
     def on_interrupt(*_):
-        tqdm.write("interrupted: finishing this step (once more to stop at once)")
-        interrupts.append(signal.signal(signal.SIGINT, signal.default_int_handler))
+        tqdm.write("interrupted: this step is finished and saved first (again: stop at once)")
+        interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler))
 
-    in_main_thread = threading.current_thread() is threading.main_thread()  # others get no signals
-    before = signal.signal(signal.SIGINT, on_interrupt) if in_main_thread else None
-    bar = tqdm(range(first, config.steps + 1), initial=first - 1, total=config.steps, unit="step")
+    main_thread = threading.current_thread() is threading.main_thread()  # others get no signals
+    handler = signal.signal(signal.SIGINT, on_interrupt) if main_thread else None
+    bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, unit="step")
     try:
         for step in bar:
-            for group in learner.optimizer.param_groups:
-                group["lr"] = config.learning_rate * shape(step)
+            learner.optimizer.param_groups[0]["lr"] = config.learning_rate * rate(step)
             state = snapshot(learner)
             try:
                 metrics = {"step": step, **train_step(learner, tokenizer, questions, reward_fn, config)}
-            except Exception:
-                # Whatever it was, what has been learned is kept: resume repeats this very step.
-                if output_dir is not None and step > 1:
-                    save_checkpoint(output_dir, step - 1, learner, state, run)
+            except Exception:  # whatever it was, keep what has been learned; resume repeats this step
+                if output_dir and step > 1:
+                    save_checkpoint(checkpoint, step - 1, learner, state, run)
                 raise
-            show = config.show_steps and (step == 1 or step % config.show_steps == 0)
-            if show:
-                tqdm.write(f"step {step}: reward {metrics['reward_mean']:.3f}, one of its groups:")
-                tqdm.write(show_group(learner))
-            if output_dir is not None:
+            bar.set_postfix_str(f"reward {metrics['reward_mean']:.2f}")
+            if output_dir:
                 with open(metrics_file, "a") as file:
                     file.write(json.dumps(metrics) + "\n")
-                if show:
-                    prompt, texts, rewards, _ = learner.shown
-                    sample = {"step": step, "prompt": prompt, "completions": texts, "rewards": rewards.tolist()}
-                    with open(samples_file, "a") as file:
-                        file.write(json.dumps(sample) + "\n")
-            bar.set_postfix_str(
-                f"reward {metrics['reward_mean']:.3f} length {metrics['completion_length']:.0f} "
-                f"kl {metrics['kl']:.4f}"
-            )
             yield metrics, learner
-            last = step == config.steps or interrupts
-            if output_dir is not None and (last or step % config.save_steps == 0):
-                save_checkpoint(output_dir, step, learner, snapshot(learner), run)
-            if interrupts:
+            due = config.save_steps and (step % config.save_steps == 0 or step == config.steps)
+            if output_dir and (due or interrupted):
+                save_checkpoint(checkpoint, step, learner, snapshot(learner), run)
+            if interrupted:
                 break
     finally:
-        bar.close()
-        if in_main_thread:
-            signal.signal(signal.SIGINT, before)
+        if main_thread:
+            signal.signal(signal.SIGINT, handler)
 
 
 def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=False):
@@ -1298,7 +1188,6 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
     """
     steps = training_steps(model, tokenizer, dataset, reward_fn, config, output_dir, resume)
     metrics = [step_metrics for step_metrics, _ in steps]
-    if metrics and metrics[0]["step"] > 1:
-        with open(os.path.join(output_dir, "metrics.jsonl")) as file:
-            metrics = [json.loads(line) for line in file]
+    if resume:
+        metrics = [json.loads(line) for line in open(os.path.join(output_dir, "metrics.jsonl"))]
     return metrics

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: MIT-0
+"""Train Qwen2.5-0.5B-Instruct on GSM8K with GRPO, on one GPU, in an evening.
+
+    python gsm8k_demo.py                       the real thing; without a GPU, the rehearsal
+    python gsm8k_demo.py --rehearsal           a tiny model on the CPU, about a minute, offline
+    python gsm8k_demo.py --random_weights      what will it cost on my card? nothing is learned
+    python gsm8k_demo.py --output DIR --resume go on with a run that was interrupted
+    python gsm8k_demo.py --help                every knob
+
+The training itself is grpo.py's; here is what stands around it: data, prompts, evaluation, checks
+that cost seconds before hours are spent, and the rehearsal.
+
+All weights are trained. LoRA would save memory (Adam's and the gradients' share, not the
+activations'), for another library and another set of knobs: peft has it, and TRL runs GRPO with it.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import re
+import sys
+import time
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import transformers
+from datasets import Dataset, load_dataset
+from tqdm.auto import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from grpo import GRPOConfig, knob, rule_reward, sample_groups, token_logprobs, training_steps
+
+# The defaults of the real run are GRPOConfig's: 32 questions x 8 answers = 256 answers a step at
+# learning rate 1e-6, 512 tokens, temperature 1, clip 0.2. Evidence: verl's baseline trains this model
+# on this data at 1e-6 with 256 prompts a step (36 % -> 46 % after 39 steps, 53 % after 99, at most
+# 58 %), and a scaling study takes Qwen3-0.6B from 41 % to 68 % in 56 steps at the same rate. Most of
+# the gain comes early, so 300 steps are plenty. On a GPU, sampling 256 answers takes hardly longer
+# than sampling 8, since each token waits for the launch of kernels and not for arithmetic. A cap of
+# 512 tokens: at 256, more than half of this model's answers are cut off, and earn nothing.
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+SYSTEM_PROMPT = (
+    "You are a helpful assistant. Solve the problem step by step, and put the final number, and "
+    "nothing else, into \\boxed{}."
+)
+
+
+@dataclass
+class DemoConfig:
+    """What this script is to do; all else is GRPOConfig's."""
+
+    model: Optional[str] = knob(None, f"a causal LM with a chat template, or its folder; default: {MODEL}")
+    data: Optional[str] = knob(None, "a folder with train.jsonl and test.jsonl; default: openai/gsm8k")
+    rehearsal: bool = knob(False, "a tiny model on made-up problems, offline, in about a minute")
+    random_weights: bool = knob(False, "true shapes, random weights and rewards: measures, learns nothing")
+    output: Optional[str] = knob(None, "folder of the run; default: a new one in runs/")
+    resume: bool = knob(False, "go on from the last checkpoint in --output")
+    eval_questions: Optional[int] = knob(None, "test questions to evaluate on; default: all")
+    eval_every: int = knob(0, "evaluate every so many steps too, and keep the best model; 0: do not")
+    show_steps: int = knob(10, "show one group of answers every so many steps; 0: never")
+
+
+# ------------------------------------------------------------------------------------------------
+# Data and reward
+# ------------------------------------------------------------------------------------------------
+
+
+def boxed_reward(prompts, completions, answer, **columns):
+    """`rule_reward` over a batch, as GRPO (and TRL) call it: completions as strings or as chats."""
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [rule_reward(text, right) for text, right in zip(texts, answer)]
+
+
+def read_jsonl(path):
+    """The objects in a .jsonl file; a ValueError names the line that is none."""
+    rows = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+                rows.append({"question": str(row["question"]), "answer": str(row["answer"])})
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number}: wanted a JSON object with a question and an "
+                                 f"answer, found {line[:60]!r} ({error!r}); mend or delete it") from error
+    return rows
+
+
+def load_gsm8k(folder=None):
+    """GSM8K as (train, test) with the columns prompt (a chat), answer ("72") and solution."""
+    if folder:
+        parts = [read_jsonl(os.path.join(folder, name)) for name in ("train.jsonl", "test.jsonl")]
+    else:
+        try:
+            data = load_dataset("openai/gsm8k", "main")
+        except Exception as error:
+            raise OSError("cannot load openai/gsm8k. Without a network, put GSM8K's train.jsonl and "
+                          "test.jsonl into a folder and name it with --data, or see the same code at "
+                          f"work with --rehearsal. ({type(error).__name__}: {error})") from error
+        parts = [list(data["train"]), list(data["test"])]
+
+    def prepare(row):
+        # GSM8K's solutions end in "#### 1,234".
+        solution, mark, answer = row["answer"].rpartition("####")
+        if not (mark and answer.strip() and row["question"].strip()):
+            raise ValueError(f"this row has no question, or no answer after '####': {row}")
+        chat = [{"role": "system", "content": SYSTEM_PROMPT},
+                {"role": "user", "content": row["question"].strip()}]
+        return {"prompt": chat, "answer": answer.strip(), "solution": solution.strip()}
+
+    return [Dataset.from_list([prepare(row) for row in part]) for part in parts]
+
+
+# ------------------------------------------------------------------------------------------------
+# Evaluation
+# ------------------------------------------------------------------------------------------------
+
+
+def wilson(right, total):
+    """Wilson's 95 % interval [low, high] of a share: honest near 0 and 1 and for few questions."""
+    if total == 0:
+        return [0.0, 1.0]
+    z, share = 1.96, right / total
+    middle = share + z * z / (2 * total)
+    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    return [max(0.0, (middle - half) / (1 + z * z / total)), min(1.0, (middle + half) / (1 + z * z / total))]
+
+
+def is_right(text, answer, lenient=False):
+    """Strict: the last box holds the answer. Lenient: where nothing is boxed, the last number counts."""
+    if lenient and rule_reward(text, answer) == 0.0:
+        numbers = re.findall(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?", text)
+        text = f"\\boxed{{{numbers[-1].rstrip(',')}}}" if numbers else ""
+    return rule_reward(text, answer) == 1.5
+
+
+def evaluate(model, tokenizer, dataset, max_completion_length=512, batch_size=256, sampled=False):
+    """Accuracy on a data set with `prompt` and `answer` columns, greedy; see the keys below.
+
+    `sampled` adds the accuracy at temperature 1, one answer to each question, without touching the
+    training's random numbers. Only greedy accuracy may flatter: it also rises when a model merely
+    becomes surer of what it did most often before.
+    """
+    answers, texts, samples, cut = dataset["answer"], [], [], 0
+    kwargs = {"max_completion_length": max_completion_length}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for first in tqdm(range(0, len(dataset), batch_size), desc="evaluating", leave=False, disable=None):
+            prompts = dataset[first : first + batch_size]["prompt"]
+            rollout = sample_groups(model, tokenizer, prompts, 1, temperature=0, **kwargs)
+            texts += rollout.texts
+            cut += int(rollout.truncated.sum())
+            if sampled:
+                samples += sample_groups(model, tokenizer, prompts, 1, temperature=1.0, **kwargs).texts
+    total, right = len(answers), sum(map(is_right, texts, answers))
+    lenient = sum(is_right(text, answer, lenient=True) for text, answer in zip(texts, answers))
+    result = {"questions": total, "accuracy": right / max(total, 1), "interval": wilson(right, total),
+              "lenient_accuracy": lenient / max(total, 1), "truncated": cut / max(total, 1)}
+    if sampled:
+        result["sampled_accuracy"] = sum(map(is_right, samples, answers)) / max(total, 1)
+    return result
+
+
+def say_result(name, result):
+    """One line for a person."""
+    low, high = result["interval"]
+    line = (f"{name:>9}: {result['accuracy']:6.1%} of {result['questions']} right, greedy and boxed "
+            f"(95 %: {low:.1%} to {high:.1%}); {result['lenient_accuracy']:.1%} if the last number counts")
+    return line + (f"; {result['sampled_accuracy']:.1%} sampled" if "sampled_accuracy" in result else "")
+
+
+# ------------------------------------------------------------------------------------------------
+# Models
+# ------------------------------------------------------------------------------------------------
+
+
+def load_model(name, random_weights=False, max_completion_length=512):
+    """(model, tokenizer, dtype of the checkpoint), on the GPU if there is one."""
+    device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name)
+        if random_weights:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        else:
+            # On a bf16 card in the checkpoint's dtype, so that it is judged as it will be trained;
+            # training makes its own float32 copies. Safetensors only: the older format runs code.
+            dtype = "auto" if device == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise OSError(f"cannot load {name}: {error}\nIs the network there, and the name right? A local "
+                      f"folder works offline with --model; --rehearsal needs nothing at all.") from error
+    if tokenizer.chat_template is None:
+        raise ValueError(f"{name} has no chat template, so it does not know how a question begins and "
+                         f"ends. Take an instruction-tuned model, such as {MODEL}.")
+    model.to(device)
+    if random_weights:
+        # Its end tokens do not stand in config.json but in generation_config.json.
+        model.generation_config = GenerationConfig.from_pretrained(name)
+        # Random weights end an answer about once in 150,000 tokens. A bias on the end token makes
+        # the lengths realistic: a mean of 280 tokens under a cap of 512, and likewise for others.
+        head = model.get_output_embeddings()
+        with torch.no_grad():
+            level = model(torch.arange(64, device=device)[None]).logits.logsumexp(dim=-1).mean()
+        head.bias = torch.nn.Parameter(torch.zeros(head.out_features, device=device), requires_grad=False)
+        head.bias.data[tokenizer.eos_token_id] = level - math.log(0.74 * max_completion_length)
+    return model, tokenizer, config.dtype or torch.float32
+
+
+def save_model(model, tokenizer, folder, dtype):
+    """In the Hugging Face format and the checkpoint's own dtype, generation settings included."""
+    computes_in, model.config.dtype = model.config.dtype, dtype
+    model.save_pretrained(folder, state_dict={n: p.detach().to(dtype) for n, p in model.named_parameters()})
+    tokenizer.save_pretrained(folder)
+    model.config.dtype = computes_in
+
+
+def random_reward(prompts, completions, **columns):
+    """For random weights, which never earn anything: the work of a step, without the lesson."""
+    return [random.choice((0.0, 0.5, 1.5)) for _ in completions]
+
+
+def preflight(model, tokenizer, dataset, config):
+    """Seconds before hours: is the reward right on right answers, do sampler and scorer agree?"""
+    solved = [f"{row['solution']} \\boxed{{{row['answer']}}}" for row in dataset]
+    wrong = [i for i, r in enumerate(boxed_reward(None, solved, dataset["answer"])) if r != 1.5]
+    if wrong:
+        raise ValueError(f"the reference solution of question {wrong[0]} does not earn 1.5: {solved[wrong[0]]!r}")
+    with torch.no_grad():
+        r = sample_groups(model, tokenizer, dataset[:2]["prompt"], 2, max_completion_length=32,
+                          temperature=config.temperature)
+        scored = token_logprobs(model, r.input_ids, r.attention_mask, r.logprobs.shape[1],
+                                config.temperature, num_generations=2)
+    gap = (scored - r.logprobs)[r.completion_mask].abs().mean().item()
+    print(f"checks: {len(solved)} reference solutions earn 1.5; sampler and scorer differ by {gap:.1e} nats")
+    if gap > 0.1:
+        raise ValueError(f"sampler and scorer differ by {gap:.3f} nats a token: the ratio would be noise. "
+                         "Does this model need other masks or positions than grpo.py gives it?")
+
+
+REHEARSAL = dict(steps=40)
+HABITS = ()
+
+# ------------------------------------------------------------------------------------------------
+# The run
+# ------------------------------------------------------------------------------------------------
+
+
+def sparkline(values, width=60):
+    """A curve in one line of text, from its lowest value to its highest."""
+    size = max(1, math.ceil(len(values) / width))
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    low, high = min(means), max(means)
+    bars = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * (m - low) / (high - low + 1e-9)))] for m in means)
+    return f"{bars}  {means[0]:.2f} -> {means[-1]:.2f}"
+
+
+def show_group(learner, step, metrics):
+    """Print one question and its group of answers, the first group that teaches something."""
+    rows, texts, rewards, advantages = learner.last
+    g, G = int((advantages == 0).all(dim=1).long().argmin()), rewards.shape[1]
+    tqdm.write(f"\nstep {step}: {rows[g]['prompt'][-1]['content'][:300]}  (answer {rows[g].get('answer')})")
+    for i in rewards[g].argsort(descending=True).tolist():
+        text = " ".join(texts[g * G + i].split())
+        text = text if len(text) < 150 else f"{text[:60]} ... {text[-85:]}"
+        tqdm.write(f"  reward {rewards[g, i]:.1f}  advantage {advantages[g, i]:+.2f}  {text}")
+    tqdm.write(
+        f"  this step: sampling {metrics['sample_seconds']:.1f} s, update {metrics['update_seconds']:.1f} s, "
+        f"{metrics['tokens_per_second']:.0f} tokens/s; equal groups {metrics['zero_variance_fraction']:.0%}, "
+        f"cut off {metrics['truncated_fraction']:.0%}, kl {metrics['kl']:.4f}")
+
+
+def run(config, demo, rehearsing):
+    """The whole of it: load, check, evaluate, train, evaluate, save. Gives the contents of results.json."""
+    started = time.perf_counter()
+    output = demo.output or os.path.join("runs", time.strftime("%Y%m%d-%H%M%S"))
+    os.makedirs(output, exist_ok=True)
+    if rehearsing:
+        model, tokenizer, train_data, test_data = rehearsal(config.seed)
+        dtype = torch.float32
+        print(f"made and pre-trained a tiny model: {time.perf_counter() - started:.0f} s")
+    else:
+        train_data, test_data = load_gsm8k(demo.data)
+        model, tokenizer, dtype = load_model(demo.model or MODEL, demo.random_weights, config.max_completion_length)
+    if demo.eval_questions is not None:
+        test_data = test_data.select(range(min(demo.eval_questions, len(test_data))))
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters on {model.device}, "
+          f"{len(train_data)} questions to learn from, {len(test_data)} to be tested on; the run is in {output}")
+    if demo.random_weights:
+        print("random weights, random rewards: this measures what a run costs, and learns nothing")
+    preflight(model, tokenizer, train_data, config)
+
+    def judge():
+        return evaluate(model, tokenizer, test_data, config.max_completion_length, sampled=rehearsing)
+
+    def note(step, rows, texts, rewards):
+        with open(os.path.join(output, "samples.jsonl"), "a") as file:
+            for row, answers, scores in zip(rows, texts, rewards):
+                sample = {"step": step, "prompt": row["prompt"], "completions": answers, "rewards": scores}
+                file.write(json.dumps(sample) + "\n")
+
+    def transcripts(step):  # the same few questions, before and after
+        few = test_data.select(range(min(3, len(test_data))))
+        texts = sample_groups(model, tokenizer, few["prompt"], 1, temperature=0,
+                              max_completion_length=config.max_completion_length).texts
+        note(step, few, [[text] for text in texts], [[r] for r in boxed_reward(None, texts, few["answer"])])
+        return texts
+
+    results_file = os.path.join(output, "results.json")
+    results = json.load(open(results_file)) if demo.resume and os.path.exists(results_file) else {}
+
+    def keep():
+        results["seconds"] = round(time.perf_counter() - started, 1)
+        with open(results_file, "w") as file:
+            json.dump(results, file, indent=2)
+
+    eval_started = time.perf_counter()
+    texts_before = transcripts(0) if len(test_data) else []
+    if "before" not in results:
+        results["before"] = judge()
+    eval_seconds = time.perf_counter() - eval_started
+    print(say_result("before", results["before"]))
+    keep()
+
+    history, shares = [], []
+    for metrics, learner in training_steps(model, tokenizer, train_data, random_reward if demo.random_weights
+                                           else boxed_reward, config, output, demo.resume):
+        history.append(metrics)
+        step = metrics["step"]
+        if rehearsing:
+            shares.append([habit(text) for text in learner.last[1]])
+        if len(history) == 1:
+            seconds = metrics["sample_seconds"] + metrics["update_seconds"]
+            evals = 1 + (config.steps // demo.eval_every if demo.eval_every else 0)
+            tqdm.write(f"step {step} took {seconds:.1f} s: the run about {seconds * (config.steps - step) / 60:.0f} "
+                       f"minutes, and {evals} evaluations of {eval_seconds:.0f} s each")
+        if len(history) == 3 and min(m["truncated_fraction"] for m in history) == 1.0:
+            tqdm.write("warning: every answer is cut off, and a cut answer earns nothing; "
+                       "raise --max_completion_length")
+        if len(history) == 3 and min(m["zero_variance_fraction"] for m in history) == 1.0:
+            tqdm.write("warning: all answers to a question earn the same, so nothing is learned; look at "
+                       "the answers in samples.jsonl: too hard, too easy, or never boxed?")
+        if demo.show_steps and (step == 1 or step % demo.show_steps == 0):
+            show_group(learner, step, metrics)
+            rows, texts, rewards, _ = learner.last
+            note(step, rows[:1], [texts[: config.num_generations]], rewards[:1].tolist())
+        if demo.eval_every and step % demo.eval_every == 0 and step < config.steps:
+            result = {"step": step, **judge()}
+            tqdm.write(say_result(f"step {step}", result))
+            if result["accuracy"] > results.get("best", {"accuracy": -1})["accuracy"]:
+                results["best"] = result
+                save_model(model, tokenizer, os.path.join(output, "best"), dtype)
+            keep()
+    if history and history[-1]["step"] < config.steps:
+        print(f"stopped after step {history[-1]['step']}; go on with --output {output} --resume")
+        return results
+    results["after"] = judge()
+    keep()
+    if not demo.random_weights:
+        save_model(model, tokenizer, output, dtype)
+    for row, old, new in zip(test_data, texts_before, transcripts(config.steps)):
+        print(f"\n{row['prompt'][-1]['content']}  (answer {row['answer']})\n  before: {old}\n  after:  {new}")
+    curves = [("reward", [m["reward_mean"] for m in history]),
+              ("tokens", [m["completion_length"] for m in history])]
+    curves += [(name, [step.count(name) / len(step) for step in shares]) for name in HABITS if shares]
+    print("\nover the steps, first to last (each curve from its lowest to its highest):")
+    for name, values in curves:
+        if values:
+            print(f"{name:>14} {sparkline(values)}")
+    print("\n" + say_result("before", results["before"]) + "\n" + say_result("after", results["after"]))
+    if "best" in results:
+        best = results["best"]
+        print(f"best during the run: {best['accuracy']:.1%} after step {best['step']}, in {output}/best "
+              "(chosen on these test questions, so a little flattered)")
+    print(f"everything took {results['seconds']:.0f} s and is in {output}")
+    if rehearsing:
+        print("What this shows: GRPO found, by its score alone, the habit that works, and made it the rule.\n"
+              "What it does not: that it taught arithmetic. The little model could do the sums before; its\n"
+              "low start was made, by a corpus in which most answers stop halfway.")
+    elif not demo.random_weights:
+        print(f'''chat with it:
+    from transformers import pipeline
+    chat = pipeline("text-generation", "{output}")
+    messages = [{{"role": "system", "content": {SYSTEM_PROMPT!r}}},
+                {{"role": "user", "content": "A robe takes 2 bolts of blue and half that of white. How many?"}}]
+    print(chat(messages, max_new_tokens=512, do_sample=False)[0]["generated_text"][-1]["content"])''')
+    return results
+
+
+def main():
+    parser = transformers.HfArgumentParser((GRPOConfig, DemoConfig), description=__doc__,
+                                           formatter_class=argparse.RawDescriptionHelpFormatter)
+    try:
+        config, demo = parser.parse_args_into_dataclasses()
+        gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+        rehearsing = demo.rehearsal or not (gpu or demo.model or demo.data or demo.random_weights)
+        if rehearsing:
+            if not demo.rehearsal:
+                print("no GPU here, so this is the rehearsal: a tiny model that learns on the CPU. The real "
+                      "thing also runs without one, for days: --model Qwen/Qwen2.5-0.5B-Instruct")
+            parser.set_defaults(**REHEARSAL)  # and parse again, so that what was typed still wins
+            config, demo = parser.parse_args_into_dataclasses()
+        if demo.resume and not demo.output:
+            raise ValueError("--resume needs --output: which run?")
+        run(config, demo, rehearsing)
+    except (ValueError, OSError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            error = ("out of memory while sampling or evaluating. Smaller --prompts_per_step or "
+                     "--max_completion_length help there; --random_weights measures before you try")
+        sys.exit(f"\nstopped: {error}")
+
+
+if __name__ == "__main__":
+    main()
