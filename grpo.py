@@ -32,8 +32,8 @@ Three policies appear, and it pays to keep them apart from the start:
 One small example runs through the comments, and the tests check every number of it. The question
 is "John has 3 apples and buys 2 more. How many apples does he have?" and the four answers are
 
-    answer            1: "3+2 = \\boxed{5}"    2: "\\boxed{5}"   3: "\\boxed{6}"   4: "3-2 = \\boxed{1}"
-    tokens            2                       1                1                2
+    answer            1: "3+2 = \\boxed{5}"    2: "\\boxed{5}"   3: "\\boxed{6}"   4: "3-2 =
+    \\boxed{1}" tokens            2                       1                1                2
 
 (Two tokens and one token, so that a pencil is enough. In truth it is a dozen.)
 
@@ -73,21 +73,21 @@ from transformers import get_scheduler
 # ------------------------------------------------------------------------------------------------
 # 1. The reward: a rule, not a model
 #
-# For mathematics nobody needs to train a reward model: the right answer is known, so a rule is the
-# judge. The model is asked to put its result into \boxed{...}; 0.5 for doing so, 1.0 more for being
-# right. The rule reads text that a model wrote, and a model under training writes anything at all:
-# it must never raise, never take long, and never run what it reads (no eval).
+# For mathematics nobody needs to train a reward model: the right answer is known, so a rule is
+# the judge. The model is asked to put its result into \boxed{...}; 0.5 for doing so, 1.0 more for
+# being right. The rule reads text that a model wrote, and a model under training writes anything
+# at all: it must never raise, never take long, and never run what it reads (no eval).
 # ------------------------------------------------------------------------------------------------
 
 
 def extract_boxed(text):
-    r"""Contents of the complete \boxed{...} that opens last in `text`, or None where there is none.
+    r"""Contents of the complete \boxed{...} that opens last in `text`, or None if there is none.
 
     The last one, because people and models write intermediate boxes first and the result last.
     Braces nest (\boxed{\frac{1}{2}} holds \frac{1}{2}); \{ and \} are printed braces and do not
     count. One pass over the text: time linear in its length.
     """
-    open_braces = []  # where the contents of each still open brace begin; -1 for one without \boxed
+    open_braces = []  # where the contents of each open brace begin; -1 for one without \boxed
     best = (-1, -1)  # where the contents of the best box so far begin and end
     for brace in re.finditer(r"\\boxed\{|\\[{}]|[{}]", text):
         if brace.group() == "\\boxed{":
@@ -95,7 +95,7 @@ def extract_boxed(text):
         elif brace.group() == "{":
             open_braces.append(-1)
         elif brace.group() == "}" and open_braces:  # a closing brace too many is just text
-            best = max(best, (open_braces.pop(), brace.start()))  # nested: the one that opened later
+            best = max(best, (open_braces.pop(), brace.start()))  # the later one
     return None if best[0] < 0 else text[best[0] : best[1]]
 
 
@@ -103,9 +103,10 @@ def rule_reward(completion, answer):
     r"""Reward of one completion: 0.0 without a box, 0.5 for a box, 1.5 for a box with the answer.
 
     `completion` and `answer` are strings. The box counts as right if it equals the answer as a
-    string or as a number (difference below 0.01), with numbers read as a person reads them: "1,000",
-    "1{,}000", "$1000", "\$1000", "1000%", "1000." and "1000.00" are all the same number; "1_000",
-    "nan" and digits of other scripts are none. Total: gives a float for every string, in linear time.
+    string or as a number (difference below 0.01), with numbers read as a person reads them:
+    "1,000", "1{,}000", "$1000", "\$1000", "1000%", "1000." and "1000.00" are all the same number;
+    "1_000", "nan" and digits of other scripts are none. Total: gives a float for every string, in
+    linear time.
 
         >>> rule_reward(r"There are 9 * 7 = \boxed{63} eggs.", "63")
         1.5
@@ -161,7 +162,7 @@ def rule_reward(completion, answer):
 
 @dataclass
 class Rollout:
-    """What was sampled. N = B * G rows, group-major; prompts of width P, completions of width T."""
+    """What was sampled: N = B * G rows, group-major; prompts of width P, completions of width T."""
 
     input_ids: torch.Tensor  # (N, P+T) left-padded prompt, then right-padded completion
     attention_mask: torch.Tensor  # (N, P+T) 1 on every real token, the end token included
@@ -185,8 +186,8 @@ def end_token_ids(model, tokenizer):
 
 def encode_prompts(tokenizer, prompts):
     """Token ids of each prompt: of strings as they are, of chats through the chat template."""
-    # add_generation_prompt: the template's "now the assistant speaks". Without it the model would go
-    # on with the question, or begin with the name of a role.
+    # add_generation_prompt: the template's "now the assistant speaks". Without it the model would
+    # go on with the question, or begin with the name of a role.
     chat = dict(add_generation_prompt=True, tokenize=True, return_dict=False)
     encoded = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str)
                else tokenizer.apply_chat_template(list(prompt), **chat) for prompt in prompts]
@@ -210,9 +211,9 @@ def choose_tokens(logits, temperature, uniforms):
     else:
         ends = logprobs.exp().cumsum(dim=-1, dtype=uniforms.dtype)  # (n, V) where stretches end
         points = uniforms.unsqueeze(1) * ends[:, -1:]  # (n, 1) on a line as long as it came out
-        # right=True: a token of probability 0 has an empty stretch, and is never hit. The clamp is for
-        # a point that rounding put at the very end.
-        tokens = torch.searchsorted(ends, points, right=True).squeeze(1).clamp(max=ends.shape[1] - 1)
+        # right=True: a token of probability 0 has an empty stretch, and is never hit. The clamp
+        # is for a point that rounding put at the very end.
+        tokens = torch.searchsorted(ends, points, right=True).squeeze(1).clamp(max=len(ends[0]) - 1)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
@@ -221,24 +222,25 @@ def sample_groups(model, tokenizer, prompts, num_generations, *, max_completion_
                   temperature=1.0, drop_every=4):
     """Sample `num_generations` answers to each of B prompts; gives a `Rollout` of N = B * G rows.
 
-    `prompts` are B strings or B chats. Tokens are drawn from exactly softmax(logits / temperature),
-    0 meaning greedy, up to the first of the model's end tokens, or `max_completion_length` tokens.
-    The ids are kept as they were drawn: to decode and encode again, as much published code does,
-    need not give the same tokens back. Reproducible under torch.manual_seed. Every `drop_every`
-    tokens the rows that have ended leave the batch; the samples do not depend on it. ValueError for
-    settings out of range, and for a prompt that leaves too little room in the model's context.
+    `prompts` are B strings or B chats. Tokens are drawn from exactly softmax(logits /
+    temperature), 0 meaning greedy, up to the first of the model's end tokens, or
+    `max_completion_length` tokens. The ids are kept as they were drawn: to decode and encode
+    again, as much published code does, need not give the same tokens back. Reproducible under
+    torch.manual_seed. Every `drop_every` tokens the rows that have ended leave the batch; the
+    samples do not depend on it. ValueError for settings out of range, and for a prompt that
+    leaves too little room in the model's context.
     """
     G, T, device = num_generations, max_completion_length, model.device
     if not (min(len(prompts), G, T) >= 1 and temperature >= 0):
-        raise ValueError(f"{len(prompts)} prompts, {G} generations, {T} tokens, temperature {temperature}:"
-                         " wanted at least one of each, and a temperature of at least 0")
+        raise ValueError("wanted at least 1 prompt, 1 generation, 1 token and temperature 0, got "
+                         f"{len(prompts)}, {G}, {T} and {temperature}")
     end_ids = torch.tensor(end_token_ids(model, tokenizer), device=device)
     encoded = encode_prompts(tokenizer, prompts)
     B, N, widths = len(prompts), len(prompts) * G, [len(ids) for ids in encoded]
     P, context = max(widths), getattr(model.config, "max_position_embeddings", None)
     if context and P + T > context:
-        raise ValueError(f"prompt {widths.index(P)}: its {P} tokens and {T} for the answer exceed the "
-                         f"model's context of {context}: {str(prompts[widths.index(P)])[:80]!r}")
+        raise ValueError(f"prompt {widths.index(P)} has {P} tokens, its answer may have {T}: more than "
+                         f"the model's context of {context}. {str(prompts[widths.index(P)])[:80]!r}")
 
     # Pad the prompts on the left, so that all of them end, and all answers begin, in one column.
     # Any id will do as padding, even an end token: what is real is said by masks made from
@@ -246,14 +248,14 @@ def sample_groups(model, tokenizer, prompts, num_generations, *, max_completion_
     # the padding too, and then the model is never taught to stop.
     pad = int(end_ids[0]) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     prompt_ids = torch.tensor([[pad] * (P - len(ids)) + ids for ids in encoded], device=device)
-    prompt_mask = torch.tensor([[0] * (P - len(ids)) + [1] * len(ids) for ids in encoded], device=device)
+    prompt_mask = torch.tensor([[0] * (P - width) + [1] * width for width in widths], device=device)
     # The first real token is at position 0, however much padding stands before it. Models with
     # rotary positions forgive a shift; those with learned positions go wrong by tens of nats.
     positions = (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)  # (B, P)
 
-    # All random numbers are drawn beforehand, one for each place of each row, so that a row's sample
-    # does not depend on which other rows are still being written. In 64 bits, since a sum of
-    # 150,000 float32 terms loses the small ones; Apple's GPUs have only 32.
+    # All random numbers are drawn beforehand, one for each place of each row, so that a row's
+    # sample does not depend on which other rows are still being written. In 64 bits, since a sum
+    # of 150,000 float32 terms loses the small ones; Apple's GPUs have only 32.
     uniforms = torch.rand(N, T, dtype=torch.float64) if temperature > 0 else torch.zeros(N, T)
     uniforms = uniforms.to(torch.float32 if device.type == "mps" else torch.float64).to(device)
     completions = torch.full((N, T), pad, device=device)
@@ -306,48 +308,48 @@ def sample_groups(model, tokenizer, prompts, num_generations, *, max_completion_
 # ------------------------------------------------------------------------------------------------
 # 3. Advantages: better or worse than the other answers to the same question
 #
-# PPO trains a second network, the critic, to predict the reward that was to be expected. GRPO asks
-# the model G times and takes the mean of the group as that expectation. What remains is the sign and
-# the size of the surprise; all tokens of an answer share it.
+# PPO trains a second network, the critic, to predict the reward that was to be expected. GRPO
+# asks the model G times and takes the mean of the group as that expectation. What remains is the
+# sign and the size of the surprise; all tokens of an answer share it.
 # ------------------------------------------------------------------------------------------------
 
 
 def group_advantages(rewards, scale_rewards=True):
     """A_i = (R_i - mean(R)) / std(R) over the last dimension: (..., G) -> (..., G).
 
-    The std is the population's (divided by G), as in the papers' formula and their worked numbers;
-    torch's default divides by G - 1, and most code, TRL's included, follows it: advantages smaller
-    by sqrt((G-1)/G), 6 % at G = 8. A group of equal rewards gets exact zeros: it has nothing to
-    teach. `scale_rewards=False` leaves the std out (Dr. GRPO, section 9). ValueError for fewer than
-    two rewards and for NaN or inf.
+    The std is the population's (divided by G), as in the papers' formula and their worked
+    numbers; torch's default divides by G - 1, and most code, TRL's included, follows it:
+    advantages smaller by sqrt((G-1)/G), 6 % at G = 8. A group of equal rewards gets exact zeros:
+    it has nothing to teach. `scale_rewards=False` leaves the std out (Dr. GRPO, section 9).
+    ValueError for fewer than two rewards and for NaN or inf.
     """
     if rewards.dim() == 0 or rewards.shape[-1] < 2:
-        raise ValueError(f"a group needs at least 2 rewards to compare, got shape {tuple(rewards.shape)}")
+        raise ValueError(f"a group needs at least 2 rewards to compare, got {tuple(rewards.shape)}")
     if not torch.isfinite(rewards).all():
         raise ValueError(f"rewards must be finite numbers, got {rewards.tolist()}")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     centered = rewards - rewards.mean(dim=-1, keepdim=True)  # (..., G)
     std = centered.square().mean(dim=-1, keepdim=True).sqrt()  # (..., 1)
-    # The mean of three times 0.1 is not quite 0.1. Divided by a std of the same 1e-17, that rounding
-    # error would become advantages of size 1: a lesson made of nothing. So "equal" has a tolerance,
-    # and, unlike an epsilon in the divisor, it leaves every real group's value alone.
+    # The mean of three times 0.1 is not quite 0.1. Divided by a std of the same 1e-17, that
+    # rounding error would become advantages of size 1: a lesson made of nothing. So "equal" has a
+    # tolerance, and, unlike an epsilon in the divisor, it leaves every real group's value alone.
     flat = std <= 1e-6 * rewards.abs().amax(dim=-1, keepdim=True)  # (..., 1)
     advantages = centered / std.masked_fill(flat, 1.0) if scale_rewards else centered
     return advantages.masked_fill(flat, 0.0)
 
 
-# The apples: R = [1.5, 1.5, 0.5, 0.5], mean 1, std 0.5, so A = [+1, +1, -1, -1].
-# A group in which all are right, or all wrong, is all zeros. Early on, most groups are all wrong; late
-# in training, most are all right. The share of such groups is logged as zero_variance_fraction:
-# near 1, the questions are too hard or too easy for this model, and no setting will make it learn.
+# The apples: R = [1.5, 1.5, 0.5, 0.5], mean 1, std 0.5, so A = [+1, +1, -1, -1]. A group in which
+# all are right, or all wrong, is all zeros. Early on, most groups are all wrong; late in
+# training, most are all right. The share of such groups is logged as zero_variance_fraction: near
+# 1, the questions are too hard or too easy for this model, and no setting will make it learn.
 
 
 # ------------------------------------------------------------------------------------------------
 # 4. Log-probabilities: what the model thinks of each token now
 #
-# To move a token's probability, we need it as a differentiable number. One forward pass over prompt
-# and answer gives it for all tokens at once: the hidden state in column j predicts the token in
-# column j + 1. This is "scoring", and unlike sampling it is parallel over the T tokens.
+# To move a token's probability, we need it as a differentiable number. One forward pass over
+# prompt and answer gives it for all tokens at once: the hidden state in column j predicts the
+# token in column j + 1. This is "scoring", and unlike sampling it is parallel over the T tokens.
 # ------------------------------------------------------------------------------------------------
 
 
@@ -355,17 +357,17 @@ def token_logprobs(model, input_ids, attention_mask, completion_length, temperat
                    num_generations=1, return_entropy=False, tokens_per_chunk=512):
     """log pi_theta of each completion token: ids and mask (N, P+T) -> (N, T), differentiable.
 
-    T is `completion_length`. `temperature` is the one that was sampled at: to score at another one
-    compares two different distributions. float32 whatever the model computes in (float64 for a
-    float64 model); 0 where `attention_mask` is. With `num_generations` = G > 1 the rows are groups of
-    G that share a prompt, which is then computed once for all of them, gradients included (this
-    takes a cache, so not together with gradient checkpointing). With `return_entropy`, gives
-    (log-probs, entropies): of the whole distribution at each token, in nats. ValueError for
-    temperature 0 and a completion_length that leaves no prompt.
+    T is `completion_length`. `temperature` is the one that was sampled at: to score at another
+    one compares two different distributions. float32 whatever the model computes in (float64 for
+    a float64 model); 0 where `attention_mask` is. With `num_generations` = G > 1 the rows are
+    groups of G that share a prompt, which is then computed once for all of them, gradients
+    included (this takes a cache, so not together with gradient checkpointing). With
+    `return_entropy`, gives (log-probs, entropies): of the whole distribution at each token, in
+    nats. ValueError for temperature 0 and a completion_length that leaves no prompt.
     """
     T, P, G = completion_length, input_ids.shape[1] - completion_length, num_generations
     if not (temperature > 0 and T >= 1 and P >= 1):
-        raise ValueError(f"temperature {temperature}, {P} prompt and {T} completion columns: wanted > 0")
+        raise ValueError(f"temperature {temperature}, {P} prompt, {T} completion columns: wanted > 0")
     trunk, head = model.base_model, model.get_output_embeddings()
     positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)  # (N, P+T), as in the sampler
     # The trunk makes hidden states of width H, the head turns each into V logits. Some models then
@@ -380,8 +382,8 @@ def token_logprobs(model, input_ids, attention_mask, completion_length, temperat
     elif G == 1:
         states = trunk(input_ids, attention_mask=attention_mask, position_ids=positions,
                        use_cache=False).last_hidden_state  # (N, P+T, H)
-        # Off by one, on purpose: the prompt's last state predicts the answer's first token, and the
-        # answer's last state has nothing left to predict.
+        # Off by one, on purpose: the prompt's last state predicts the answer's first token, and
+        # the answer's last state has nothing left to predict.
         states = states[:, P - 1 : -1]  # (N, T, H)
     else:
         # As in the sampler: each prompt once, its keys and values to all G answers. To repeat is
@@ -391,8 +393,8 @@ def token_logprobs(model, input_ids, attention_mask, completion_length, temperat
         rows = torch.arange(len(input_ids), device=input_ids.device) // G  # (N,) 0 0 0 1 1 1 ...
         first, cache = out.last_hidden_state[rows, -1:], out.past_key_values  # first (N, 1, H)
         cache.reorder_cache(rows)
-        states = trunk(input_ids[:, P:], attention_mask=attention_mask, position_ids=positions[:, P:],
-                       past_key_values=cache, use_cache=True).last_hidden_state  # (N, T, H)
+        states = trunk(input_ids[:, P:], attention_mask=attention_mask, past_key_values=cache,
+                       position_ids=positions[:, P:], use_cache=True).last_hidden_state  # (N, T, H)
         states = torch.cat([first, states[:, :-1]], dim=1)  # (N, T, H)
 
     def score(states, targets):  # (n, H), (n,) -> (n,), (n,)
@@ -407,10 +409,10 @@ def token_logprobs(model, input_ids, attention_mask, completion_length, temperat
         # zero, like k1's in section 6. An entropy bonus takes the whole distribution.)
         return logprobs, log_normaliser - (logits.softmax(dim=-1) * logits).sum(dim=-1)
 
-    # The logits of 16 answers of 512 tokens over Qwen's vocabulary are 4.6 GiB in float32, and the
-    # backward pass would keep three such tensors. So the head sees some hundred tokens at a time, and
-    # `checkpoint` forgets each chunk's logits and makes them again in the backward pass. Padding is
-    # left out altogether.
+    # The logits of 16 answers of 512 tokens over Qwen's vocabulary are 4.6 GiB in float32, and
+    # the backward pass would keep three such tensors. So the head sees some hundred tokens at a
+    # time, and `checkpoint` forgets each chunk's logits and makes them again in the backward
+    # pass. Padding is left out altogether.
     real = attention_mask[:, P:].bool()  # (N, T)
     states, targets = states[real], input_ids[:, P:][real]  # (M, H), (M,) for M real tokens
     chunks = [torch.utils.checkpoint.checkpoint(score, *chunk, use_reentrant=False)
@@ -423,17 +425,18 @@ def token_logprobs(model, input_ids, attention_mask, completion_length, temperat
 # What tells that all of this is right is not that "the ratio is 1 at the first step": that holds
 # whatever the sampler does, since both sides of the ratio come from the scorer. It is that the
 # scorer agrees with what the *sampler* said of the same tokens. Their mean distance is logged as
-# sampler_gap: about 1e-6 in float32, a few hundredths at most in bfloat16 (which rounds differently in
-# the two). More means that one of them uses another temperature, another mask, other positions.
+# sampler_gap: about 1e-6 in float32, a few hundredths at most in bfloat16 (which rounds
+# differently in the two). More means that one of them uses another temperature, another mask,
+# other positions.
 
 
 # ------------------------------------------------------------------------------------------------
 # 5. Ratio and clip: learn from an answer, but not too much
 #
-# The answers were written by pi_old. After some updates pi_theta is another policy, and the ratio of
-# the two says how much more often it would choose this token. The objective is ratio * advantage;
-# but as soon as the ratio has gone far enough *in the direction that pays*, the min takes the clipped
-# branch, which is constant: no gradient, no further push from this token.
+# The answers were written by pi_old. After some updates pi_theta is another policy, and the ratio
+# of the two says how much more often it would choose this token. The objective is ratio *
+# advantage; but as soon as the ratio has gone far enough *in the direction that pays*, the min
+# takes the clipped branch, which is constant: no gradient, no further push from this token.
 # ------------------------------------------------------------------------------------------------
 
 
@@ -452,29 +455,29 @@ def clipped_surrogate(logprobs, old_logprobs, advantages, epsilon=0.2, epsilon_h
     return torch.min(ratio * A, ratio.clamp(1 - epsilon, 1 + epsilon_high) * A)
 
 
-# The four corners, at eps 0.2, with the apples after some updates. Say that pi_old gave every token
-# the probability 0.4, and pi_theta now gives
+# The four corners, at eps 0.2, with the apples after some updates. Say that pi_old gave every
+# token the probability 0.4, and pi_theta now gives
 #
 #     answer 1: 0.6, 0.4     answer 2: 0.2     answer 3: 0.6     answer 4: 0.2, 0.4
 #
-#     A     r            min(r A, clip(r) A)                    gradient with respect to log pi_theta
-#     +1    1.5 (ans. 1)  min( 1.5,  1.2) =  1.2   clipped      0      liked, and already much likelier
-#     +1    0.5 (ans. 2)  min( 0.5,  0.8) =  0.5   not clipped  r A =  0.5   liked: bring it back up
-#     -1    1.5 (ans. 3)  min(-1.5, -1.2) = -1.5   not clipped  r A = -1.5   disliked: push it down
-#     -1    0.5 (ans. 4)  min(-0.5, -0.8) = -0.8   clipped      0      disliked, and already rare
-#      1    1.0           A                        not clipped  A      (every token, at the first update)
+#     A    r             min(r A, clip(r) A)                 gradient with respect to log pi_theta
+#     +1   1.5 (ans. 1)  min( 1.5,  1.2) =  1.2  clipped      0    liked, and already much likelier
+#     +1   0.5 (ans. 2)  min( 0.5,  0.8) =  0.5  not clipped  0.5  liked: bring it back up
+#     -1   1.5 (ans. 3)  min(-1.5, -1.2) = -1.5  not clipped -1.5  disliked: push it down
+#     -1   0.5 (ans. 4)  min(-0.5, -0.8) = -0.8  clipped      0    disliked, and already rare
+#     any  1.0           A                       not clipped  A    every token, at the first update
 #
-# With one update per batch of answers, pi_theta *is* pi_old when the gradient is taken: every ratio is
-# 1 and the clip never acts. It starts to work with num_iterations > 1 or several mini-batches.
-# A common mistake is max in place of min for negative advantages: it keeps pushing in corner 4 and
-# stops in corner 3, the one where the policy went the wrong way.
+# With one update per batch of answers, pi_theta *is* pi_old when the gradient is taken: every
+# ratio is 1 and the clip never acts. It starts to work with num_iterations > 1 or several
+# mini-batches. A common mistake is max in place of min for negative advantages: it keeps pushing
+# in corner 4 and stops in corner 3, the one where the policy went the wrong way.
 
 
 # ------------------------------------------------------------------------------------------------
 # 6. The KL penalty: do not drift too far from where you started
 #
-# A policy that only chases the reward forgets how to write. KL(pi_theta || pi_ref) measures how far it
-# has gone; k3 estimates it from the tokens at hand.
+# A policy that only chases the reward forgets how to write. KL(pi_theta || pi_ref) measures how
+# far it has gone; k3 estimates it from the tokens at hand.
 # ------------------------------------------------------------------------------------------------
 
 
@@ -482,18 +485,18 @@ def k3_kl(logprobs, ref_logprobs):
     """k3 = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1 per token: (N, T), (N, T) -> (N, T).
 
     Schulman's estimator (joschu.net/blog/kl-approx.html). Mind which policy is on top: with the
-    fraction the other way round it estimates something else. For tokens drawn from pi_theta its mean
-    is exactly KL(pi_theta || pi_ref): the last two terms give the KL itself, -log(pi_ref/pi_theta),
-    and the mean of pi_ref/pi_theta - 1 is zero, since pi_ref sums to 1. It is never negative, since
-    e^x >= 1 + x. Finite for any finite input.
+    fraction the other way round it estimates something else. For tokens drawn from pi_theta its
+    mean is exactly KL(pi_theta || pi_ref): the last two terms give the KL itself,
+    -log(pi_ref/pi_theta), and the mean of pi_ref/pi_theta - 1 is zero, since pi_ref sums to 1. It
+    is never negative, since e^x >= 1 + x. Finite for any finite input.
     """
     log_ratio = (ref_logprobs - logprobs).clamp(-1e30, 50)  # log(pi_ref / pi_theta)
     return torch.expm1(log_ratio) - log_ratio  # expm1(x) is e^x - 1, without losing small x
 
 
-# The apples, with pi_ref = 0.4 for every token: where pi_theta is 0.2 the fraction is 2 and
-# k3 = 2 - log 2 - 1 = 0.3069; where it is 0.6, k3 = 2/3 - log 2/3 - 1 = 0.0721; where 0.4, 0.
-# Its gradient with respect to log pi_theta is 1 - pi_ref/pi_theta: -1 for the first (come back up),
+# The apples, with pi_ref = 0.4 for every token: where pi_theta is 0.2 the fraction is 2 and k3 =
+# 2 - log 2 - 1 = 0.3069; where it is 0.6, k3 = 2/3 - log 2/3 - 1 = 0.0721; where 0.4, 0. Its
+# gradient with respect to log pi_theta is 1 - pi_ref/pi_theta: -1 for the first (come back up),
 # +0.3333 for the second (come back down). The log-ratio alone ("k1") has the right mean as well,
 # but its gradient is 1 for every token, and the mean of that over samples is zero: as a loss it
 # regularises nothing at all.
@@ -505,10 +508,10 @@ def k3_kl(logprobs, ref_logprobs):
 
 
 def masked_mean(values, mask, dim=None):
-    """Mean of `values` where `mask` is set (bool, int or float); 0, not NaN, where it is nowhere set.
+    """Mean of `values` where `mask` is set (bool, int or float); 0, not NaN, where none is.
 
-    Multiplying by the mask would let a NaN behind it through, since 0 * NaN is NaN; `where` does not,
-    neither in the value nor in the gradient.
+    Multiplying by the mask would let a NaN behind it through, since 0 * NaN is NaN; `where` does
+    not, neither in the value nor in the gradient.
     """
     mask = mask.bool().expand_as(values)
     kept = torch.where(mask, values, 0.0)
@@ -520,9 +523,9 @@ def masked_mean(values, mask, dim=None):
 # ------------------------------------------------------------------------------------------------
 # 8. The loss
 #
-# Everything above, put together, with a minus sign because optimizers minimise. What is left to decide
-# is how the tokens of all answers are averaged. It looks like a detail, and it is not: it decides how
-# much a long answer counts.
+# Everything above, put together, with a minus sign because optimizers minimise. What is left to
+# decide is how the tokens of all answers are averaged. It looks like a detail, and it is not: it
+# decides how much a long answer counts.
 # ------------------------------------------------------------------------------------------------
 
 
@@ -532,8 +535,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
               use_bias_correction_kl=False, entropies=None, entropy_bonus=0.0):
     """-(clipped surrogate - beta * k3), averaged over tokens and answers; gives (loss, metrics).
 
-    (N, T) log-probs of pi_theta, pi_old and pi_ref (None with beta = 0), (N,) advantages, (N, T) mask
-    of real tokens; what stands behind the mask reaches nothing. `loss_type` is the average:
+    (N, T) log-probs of pi_theta, pi_old and pi_ref (None with beta = 0), (N,) advantages, (N, T)
+    mask of real tokens; what stands behind the mask reaches nothing. `loss_type` is the average:
 
         "grpo"     mean over answers of the mean over their tokens (DeepSeekMath; the equation on
                    top). Every answer counts the same, so a token of a long one counts less: long
@@ -542,25 +545,26 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
         "dr_grpo"  sum over tokens / (N * max_completion_length) (arXiv:2503.20783): as "dapo", but
                    with a divisor that does not depend on what was sampled, hence unbiased
 
-    `divisor` is for micro-batches: the number of answers ("grpo"), of tokens ("dapo"), or of answers
-    times max_completion_length ("dr_grpo") in the whole batch of which these rows are a part. The
-    losses and gradients of the parts then add up to those of the whole. The last five settings
-    belong to the relatives (section 9). metrics are plain floats. ValueError for wrong shapes and
-    settings.
+    `divisor` is for micro-batches: the number of answers ("grpo"), of tokens ("dapo"), or of
+    answers times max_completion_length ("dr_grpo") in the whole batch of which these rows are a
+    part. The losses and gradients of the parts then add up to those of the whole. The last five
+    settings belong to the relatives (section 9). metrics are plain floats. ValueError for wrong
+    shapes and settings.
     """
-    tensors = (logprobs, old_logprobs, ref_logprobs, mask, advantages)
-    shapes, (N, T) = [None if x is None else tuple(x.shape) for x in tensors], (*logprobs.shape, 0, 0)[:2]
+    shapes = [getattr(x, "shape", None) and tuple(x.shape)
+              for x in (logprobs, old_logprobs, ref_logprobs, mask, advantages)]
+    N, T = (*shapes[0], 0, 0)[:2]
     if shapes != [(N, T), (N, T), shapes[2] and (N, T), (N, T), (N,)]:
-        raise ValueError("wanted logprobs, old_logprobs, ref_logprobs and mask of shape (N, T) and "
-                         f"advantages of shape (N,), got {shapes}")
+        raise ValueError("wanted logprobs, old_logprobs, ref_logprobs, mask of shape (N, T) and "
+                         f"advantages (N,), got {shapes}")
     if loss_type not in ("grpo", "dapo", "dr_grpo"):
         raise ValueError(f"loss_type is {loss_type!r}, and must be 'grpo', 'dapo' or 'dr_grpo'")
     if beta and ref_logprobs is None:
         raise ValueError(f"beta is {beta}, so ref_logprobs are needed: None goes with beta=0 only")
     if loss_type == "dr_grpo" and not (max_completion_length or divisor):
-        raise ValueError(f"loss_type 'dr_grpo' divides by max_completion_length: {max_completion_length}")
-    # What stands behind the mask is replaced in the inputs. To mask the result is too late: NaN and
-    # inf are gone from the value then, but come back in the gradient, through exp.
+        raise ValueError(f"'dr_grpo' divides by max_completion_length: {max_completion_length}")
+    # What stands behind the mask is replaced in the inputs. To mask the result is too late: NaN
+    # and inf are gone from the value then, but come back in the gradient, through exp.
     mask = mask.bool()
     logprobs, old_logprobs, ref_logprobs, entropies = (
         None if x is None else x.masked_fill(~mask, 0.0)
@@ -569,7 +573,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     policy, kl = logprobs, torch.zeros_like(logprobs)  # (N, T) both
     if importance_sampling_level != "token":  # one ratio for a whole answer
         policy = answer_level(logprobs, old_logprobs, mask, importance_sampling_level)
-    surrogate = clipped_surrogate(policy, old_logprobs, advantages, epsilon, epsilon_high)  # (N, T)
+    surrogate = clipped_surrogate(policy, old_logprobs, advantages, epsilon, epsilon_high)
     if ref_logprobs is not None:
         kl = (k3_kl(logprobs, ref_logprobs) if kl_penalty_type == "low_var_kl"
               else kl_estimate(logprobs, ref_logprobs, kl_penalty_type))
@@ -606,15 +610,16 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
 #     "dr_grpo"  the same sums over 4 answers * a cap of 4 tokens
 #                loss = (0.6 + 0.04 * 0.7580) / 16 = 0.0394
 #
-# The gradient for "grpo" with respect to log pi_theta of answer 2's token: -(0.5 - 0.04 * (1 - 2)) / 4
-# = -0.135; a step against it makes the token likelier, as it should. For the first token of answer 1
-# the clip leaves only the KL: 0.04 * (1 - 2/3) / 2 tokens / 4 answers = 0.0017, a little less likely.
+# The gradient for "grpo" with respect to log pi_theta of answer 2's token: -(0.5 - 0.04 * (1 -
+# 2)) / 4 = -0.135; a step against it makes the token likelier, as it should. For the first token
+# of answer 1 the clip leaves only the KL: 0.04 * (1 - 2/3) / 2 tokens / 4 answers = 0.0017, a
+# little less likely.
 #
-# Why does training start at a loss of 0? At the first update every ratio is 1 and every k3 is 0, so
-# the "grpo" loss is minus the mean of the advantages, and those sum to zero in each group. Its gradient
-# is not zero at all: -A / |o_i| / N for each token. ("dapo" and "dr_grpo" weigh by length, so theirs is
-# 0 only if the answers are equally long.) For the same reason the loss says nothing about progress.
-# Watch the reward.
+# Why does training start at a loss of 0? At the first update every ratio is 1 and every k3 is 0,
+# so the "grpo" loss is minus the mean of the advantages, and those sum to zero in each group. Its
+# gradient is not zero at all: -A / |o_i| / N for each token. ("dapo" and "dr_grpo" weigh by
+# length, so theirs is 0 only if the answers are equally long.) For the same reason the loss says
+# nothing about progress. Watch the reward.
 
 
 # ------------------------------------------------------------------------------------------------
@@ -623,34 +628,34 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
 # GRPO's relatives share everything above but a line or two. Each of those lines is here, or is a
 # setting that we have met already:
 #
-#   Dr. GRPO    scale_rewards="none", loss_type="dr_grpo": no std, a constant divisor. The std makes
-#               questions that are almost solved, or hopeless, count most; it is small there.
-#   RLOO        scale_rewards="rloo", beta 0, and no clip. `group_scale` below.
-#   REINFORCE   with one update per batch and beta 0, r = 1, and the gradient of r * A is A times that
-#               of log pi: REINFORCE with the group mean as its baseline. Nothing needs changing.
+#   Dr. GRPO    scale_rewards="none", loss_type="dr_grpo": no std, and a constant divisor. A std is
+#               small where a question is almost solved, or hopeless; those would count most.
+#   RLOO        scale_rewards="rloo", one update per batch, beta=0. `group_scale` below.
+#   REINFORCE   With one update per batch and beta=0, r = 1, and the gradient of r * A is A times
+#               that of log pi: REINFORCE with the group's mean as baseline. Nothing to change.
 #   DAPO        epsilon_high=0.28 ("clip-higher": a rare token that was good may grow faster, so
 #               exploration does not die out), loss_type="dapo", dynamic_sampling > 0 (section 11),
 #               overlong_buffer > 0 (`overlong_penalty`), beta=0.
-#   GSPO        importance_sampling_level="sequence"; "sequence_sum" is the course's handwritten code.
-#   RLinf       normalize_advantages: False is scale_rewards="none"; kl_penalty_type, entropy_bonus and
-#               early_stop_imp_ratio are settings here. Its use_valid_token_scale divides advantages by
-#               the number of tokens, which, under a sum over tokens, is the mean that "grpo" takes
-#               anyway: left out.
+#   GSPO        importance_sampling_level="sequence"; "sequence_sum" is the course's own code.
+#   RLinf       kl_penalty_type, entropy_bonus and early_stop_imp_ratio are settings here too;
+#               normalize_advantages: False is scale_rewards="none". use_valid_token_scale divides
+#               advantages by the number of tokens, which under a sum over tokens is the mean that
+#               "grpo" takes anyway: left out.
 #   PPO         trains a critic V and takes, going backwards, A_t = delta_t + gamma * lambda * A_t+1
-#               with delta_t = r_t + gamma * V_t+1 - V_t (GAE). With r_t = 1, V_t = 5, V_t+1 = 5.5 and
-#               gamma = 0.99, delta_t = 1.445. If the only reward R comes at the end, and gamma =
-#               lambda = 1, the sum telescopes: A_t = R - V_t. With the group's mean for V_t it is
-#               GRPO's advantage, and the critic, and these lines, have become unnecessary.
+#               with delta_t = r_t + gamma * V_t+1 - V_t (GAE). If r_t = 1, V_t = 5, V_t+1 = 5.5 and
+#               gamma = 0.99, delta_t = 1.445. If the only reward, R, comes at the end, and gamma =
+#               lambda = 1, the sum telescopes to A_t = R - V_t. With the group's mean in place of
+#               V_t that is GRPO's advantage, and the critic and all of this are unnecessary.
 # ------------------------------------------------------------------------------------------------
 
 
 def group_scale(rewards, scale_rewards):
     """Advantages (B, G) under each `scale_rewards`: "group" as in section 3, and three others.
 
-    "none" (Dr. GRPO, arXiv:2503.20783): R_i - mean. "batch": that over the std of all B * G rewards,
-    so that every question keeps its weight. "rloo" (arXiv:2402.14740): R_i minus the mean of the
-    *other* G - 1 rewards, a baseline that does not contain the answer itself. Since the mean of
-    all is a little of R_i, "none" is the same, times (G - 1) / G.
+    "none" (Dr. GRPO, arXiv:2503.20783): R_i - mean. "batch": that over the std of all B * G
+    rewards, so that every question keeps its weight. "rloo" (arXiv:2402.14740): R_i minus the
+    mean of the *other* G - 1 rewards, a baseline that does not contain the answer itself. Since
+    the mean of all is a little of R_i, "none" is the same, times (G - 1) / G.
     """
     if scale_rewards == "group":
         return group_advantages(rewards)
@@ -682,11 +687,12 @@ def answer_level(logprobs, old_logprobs, mask, level):
 def kl_estimate(logprobs, ref_logprobs, kl_penalty_type):
     """Estimators of KL(pi_theta || pi_ref) per token, (N, T), by RLinf's names and Schulman's.
 
-    With x = log(pi_theta / pi_ref): "kl" (k1) is x, unbiased, of either sign, and useless as a loss:
-    its gradient is that of log pi_theta, whose mean is zero. "abs" is |x|. "mse" (k2) is x^2 / 2, a
-    biased value with the right gradient. "low_var_kl" (k3), the default, is unbiased with little
-    variance, but the mean of its gradient is that of KL(pi_ref || pi_theta). TRL multiplies k3 by
-    the ratio (use_bias_correction_kl): on-policy the same value, and the gradient of k2.
+    With x = log(pi_theta / pi_ref): "kl" (k1) is x, unbiased, of either sign, and useless as a
+    loss: its gradient is that of log pi_theta, whose mean is zero. "abs" is |x|. "mse" (k2) is
+    x^2 / 2, a biased value with the right gradient. "low_var_kl" (k3), the default, is unbiased
+    with little variance, but the mean of its gradient is that of KL(pi_ref || pi_theta). TRL
+    multiplies k3 by the ratio (use_bias_correction_kl): on-policy the same value, and the
+    gradient of k2.
     """
     x, k3 = (logprobs - ref_logprobs).clamp(-1e18, 1e18), k3_kl(logprobs, ref_logprobs)
     return {"kl": x, "abs": x.abs(), "mse": x.square() / 2, "low_var_kl": k3}[kl_penalty_type]
@@ -698,7 +704,7 @@ def kl_estimate(logprobs, ref_logprobs, kl_penalty_type):
 
 
 def knob(default, text, least=None):
-    """A field of GRPOConfig; `text` is also what --help prints, `least` the smallest value allowed."""
+    """A field of GRPOConfig; `text` is what --help prints, `least` the smallest value allowed."""
     return field(default=default, metadata={"help": text, "least": least})
 
 
@@ -723,23 +729,23 @@ class GRPOConfig:
     num_mini_batches: int = knob(1, "updates into which each such pass is divided", 1)
     learning_rate: float = knob(1e-6, "AdamW's; 1e-6 for 256 answers a step, 1e-5 for 64", 0)
     warmup_steps: int = knob(10, "steps over which the learning rate grows to that", 0)
-    lr_scheduler_type: Literal["linear", "cosine", "constant_with_warmup"] = knob("linear", "after it")
+    lr_scheduler_type: Literal["linear", "cosine", "constant_with_warmup"] = knob("linear", "decay")
     max_grad_norm: float = knob(1.0, "a longer gradient is shortened to this", 1e-6)
     # The relatives, section 9.
-    importance_sampling_level: Literal["token", "sequence", "sequence_sum"] = knob("token", "ratio of")
-    kl_penalty_type: Literal["low_var_kl", "kl", "abs", "mse"] = knob("low_var_kl", "k3, k1, |k1|, k2")
+    importance_sampling_level: Literal["token", "sequence", "sequence_sum"] = knob("token", "of r")
+    kl_penalty_type: Literal["low_var_kl", "kl", "abs", "mse"] = knob("low_var_kl", "estimator")
     use_bias_correction_kl: bool = knob(False, "multiply the KL by the ratio, as TRL does")
-    kl_in_reward: bool = knob(False, "subtract beta * KL from the reward, as PPO does, not in the loss")
+    kl_in_reward: bool = knob(False, "subtract beta * KL from the reward, as PPO does")
     entropy_bonus: float = knob(0.0, "reward for an undecided policy", 0)
     mask_truncated_completions: bool = knob(False, "answers that were cut off: not in the loss")
     overlong_buffer: int = knob(0, "tokens before the cap over which a penalty grows to 1", 0)
-    dynamic_sampling: int = knob(0, "times that groups without variance are replaced by fresh ones", 0)
-    early_stop_imp_ratio: Optional[float] = knob(None, "no update if the mean ratio is above this", 1)
+    dynamic_sampling: int = knob(0, "times that groups without variance are replaced", 0)
+    early_stop_imp_ratio: Optional[float] = knob(None, "no update if the mean ratio is above", 1)
     # The run.
     seed: int = knob(0, "of the order of the questions and of the sampling", 0)
     save_steps: int = knob(50, "steps between checkpoints; 0: none", 0)
     gradient_checkpointing: bool = knob(False, "less memory in the update, for a third more time")
-    tokens_per_micro_batch: Optional[int] = knob(None, "tokens in memory at once; default: fits", 1)
+    tokens_per_micro_batch: Optional[int] = knob(None, "tokens in memory at once; default: auto", 1)
 
     def __post_init__(self):
         words = {"True": "group", "False": "none"}  # TRL takes these too
@@ -751,12 +757,13 @@ class GRPOConfig:
             if None not in (least, value) and not least <= value < float("inf"):
                 raise ValueError(f"{f.name} is {value}, and must be at least {least}, and finite")
         if self.num_mini_batches > self.prompts_per_step:
-            raise ValueError("num_mini_batches is above prompts_per_step, and groups are not divided")
-        if self.overlong_buffer > (0 if self.mask_truncated_completions else self.max_completion_length):
-            raise ValueError("overlong_buffer is above max_completion_length, or would punish answers that "
-                             "mask_truncated_completions spares")
+            raise ValueError("num_mini_batches is above prompts_per_step; groups are not divided")
+        if self.overlong_buffer > self.max_completion_length:
+            raise ValueError("overlong_buffer is above max_completion_length: all would be punished")
+        if self.overlong_buffer and self.mask_truncated_completions:
+            raise ValueError("overlong_buffer punishes what mask_truncated_completions spares: choose")
         if self.kl_in_reward and (not self.beta or self.use_bias_correction_kl):
-            raise ValueError("kl_in_reward needs a beta, and leaves no KL in the loss to be corrected")
+            raise ValueError("kl_in_reward needs beta > 0, and leaves no KL in the loss to correct")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -776,17 +783,18 @@ class Learner:
     budget: int  # tokens in a micro-batch
     questions_seen: int = 0
     failed: int = 0  # updates in a row that were skipped because a number was not finite
-    last: tuple = ()  # (rows, texts, rewards (B, G), advantages (B, G)) of the last step, to look at
+    last: tuple = ()  # rows, texts, rewards (B, G), advantages (B, G) of the last step, to look at
 
 
 def make_learner(model, config):
     """Set up precisions, reference and optimizer. Casts the model's parameters in place.
 
-    On a GPU with bfloat16 the model computes in it: twice as fast, half as large. But an update at
-    learning rate 1e-6 is far smaller than the gap between neighbouring bfloat16 numbers; some 98 %
-    of the weights would not move at all. So the optimizer moves float32 copies, the master weights,
-    and the model gets them, rounded, after each update. Everywhere else (CPU, Apple's GPUs, older
-    cards) the model computes in float32, and its parameters are the master weights themselves.
+    On a GPU with bfloat16 the model computes in it: twice as fast, half as large. But an update
+    at learning rate 1e-6 is far smaller than the gap between neighbouring bfloat16 numbers; some
+    98 % of the weights would not move at all. So the optimizer moves float32 copies, the master
+    weights, and the model gets them, rounded, after each update. Everywhere else (CPU, Apple's
+    GPUs, older cards) the model computes in float32, and its parameters are the master weights
+    themselves.
     """
     bf16 = model.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     parameters, weights = [], []
@@ -806,39 +814,41 @@ def make_learner(model, config):
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     # AdamW shrinks all weights by 0.01 * learning rate in each step unless told otherwise.
     optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0)
-    return Learner(model, reference, parameters, weights, optimizer, config.tokens_per_micro_batch or 8192)
+    budget = config.tokens_per_micro_batch or 8192
+    return Learner(model, reference, parameters, weights, optimizer, budget)
 
 
 def score_rewards(reward_fn, rows, rollout, num_generations):
     """Call the reward function as TRL does. `rows` are the B rows of the data set; gives (B, G)
     rewards. Anything but one finite number for each completion is a ValueError that says where."""
-    texts, name = rollout.texts, getattr(reward_fn, "__name__", repr(reward_fn))
+    texts, name = rollout.texts, f"reward function {getattr(reward_fn, '__name__', repr(reward_fn))}"
     columns = {key: [row[key] for row in rows for _ in range(num_generations)] for key in rows[0]}
     chats = [[{"role": "assistant", "content": text}] for text in texts]
     columns["completions"] = list(texts) if isinstance(rows[0]["prompt"], str) else chats
-    ids = rollout.input_ids[:, -rollout.completion_mask.shape[1] :]
-    columns["completion_ids"] = [row[real].tolist() for row, real in zip(ids, rollout.completion_mask)]
+    masks = rollout.completion_mask
+    ids = [row[mask].tolist() for row, mask in zip(rollout.input_ids[:, -masks.shape[1] :], masks)]
     try:
-        rewards = reward_fn(prompts=columns.pop("prompt"), **columns)
+        rewards = reward_fn(prompts=columns.pop("prompt"), completion_ids=ids, **columns)
     except Exception as error:
-        raise ValueError(f"reward function {name} raised {type(error).__name__}: {error}") from error
+        raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
     if not isinstance(rewards, (list, tuple)) or len(rewards) != len(texts):
-        raise ValueError(f"reward function {name} gave {str(rewards)[:80]} ({type(rewards).__name__}); "
-                         f"wanted a list of {len(texts)} numbers, one for each completion")
+        raise ValueError(f"{name} gave {str(rewards)[:80]} (a {type(rewards).__name__}); wanted a list "
+                         f"of {len(texts)} numbers, one for each completion")
     for i, reward in enumerate(rewards):
         if not isinstance(reward, Real) or not abs(reward) < float("inf"):
-            raise ValueError(f"reward function {name} gave {reward!r} at place {i}; wanted a finite "
-                             f"number. The completion there: {texts[i][:80]!r}")
+            raise ValueError(f"{name} gave {reward!r} at place {i}; wanted a finite number for the "
+                             f"completion {texts[i][:80]!r}")
     return torch.tensor(rewards, dtype=torch.float64).view(len(rows), num_generations)
 
 
 def micro_batches(rollout, groups, num_generations, budget):
-    """Cut groups into parts of about `budget` tokens, padding included. Yields (rows, k, input_ids,
-    attention_mask, completion_mask): every k neighbouring rows share a prompt.
+    """Cut groups into parts of about `budget` tokens, padding included. Yields (rows, k, ids,
+    attention_mask, completion_mask); every k neighbouring rows share a prompt.
 
-    Whole groups (k = G), since their prompt is computed once, unless the largest is too large. Like
-    lengths together, so that little is padding; the longest first, so that memory, if it is short,
-    is short at once and not after an hour. Columns that are padding in all rows are cut off.
+    Whole groups (k = G), since their prompt is computed once, unless the largest is too large.
+    Like lengths together, so that little is padding; the longest first, so that memory, if it is
+    short, is short at once and not after an hour. Columns that are padding in all rows are cut
+    off.
     """
     lengths, G = rollout.completion_mask.sum(dim=1).tolist(), num_generations  # N
     P = rollout.input_ids.shape[1] - rollout.completion_mask.shape[1]
@@ -851,22 +861,22 @@ def micro_batches(rollout, groups, num_generations, budget):
     while pieces:
         count = max(1, budget // (k * pieces[0][0] + P))  # all are padded to the first
         rows = [row for _, piece in pieces[:count] for row in piece]
-        columns = slice(P - max(widths[row] for row in rows), P + max(lengths[row] for row in rows))
+        columns = slice(P - max(widths[i] for i in rows), P + max(lengths[i] for i in rows))
         yield (rows, k, rollout.input_ids[rows, columns], rollout.attention_mask[rows, columns],
                rollout.completion_mask[rows, : columns.stop - P])
         pieces = pieces[count:]
 
 
-def smaller_if_out_of_memory(work, learner, *rest):
-    """work(learner, *rest); again, with half the tokens in a micro-batch, when memory is too small.
+def fit_memory(work, learner, *rest):
+    """work(learner, *rest); again, with half the tokens in a micro-batch, if memory is too small.
     The result is the same: gradients of micro-batches add up to the whole, however it is cut."""
     while True:
         try:
             return work(learner, *rest)
         except torch.OutOfMemoryError as error:
             if learner.budget < 64:
-                raise RuntimeError("out of memory for one answer. What helps, most first: gradient_"
-                                   "checkpointing, smaller max_completion_length, beta=0") from error
+                raise RuntimeError("no memory for even one answer. What helps: gradient_checkpointing, "
+                                   "a smaller max_completion_length, beta=0") from error
         learner.budget //= 2
         torch.cuda.empty_cache()
         tqdm.write(f"out of memory: {learner.budget} tokens in a micro-batch from here on")
@@ -878,13 +888,14 @@ def score(learner, model, rollout, groups, config):
     logprobs = torch.zeros_like(rollout.logprobs)
     parts = micro_batches(rollout, groups, config.num_generations, learner.budget)
     for rows, k, ids, attention_mask, mask in parts:
-        logprobs[rows, : mask.shape[1]] = token_logprobs(
-            model, ids, attention_mask, mask.shape[1], config.temperature, num_generations=k).float()
+        T = mask.shape[1]
+        logprobs[rows, :T] = token_logprobs(model, ids, attention_mask, T, config.temperature,
+                                            num_generations=k).float()
     return logprobs
 
 
 def accumulate(learner, rollout, groups, advantages, old_logprobs, ref_logprobs, settings, config):
-    """The gradient of one update, micro-batch by micro-batch, into the .grad of the master weights.
+    """The gradient of one update, micro-batch by micro-batch, into the master weights' .grad.
     `settings` are grpo_loss's. Gives the metrics as sums over tokens."""
     learner.optimizer.zero_grad(set_to_none=False)
     # Dropout is off (eval) while learning too: with it, the ratio would compare two different
@@ -895,19 +906,20 @@ def accumulate(learner, rollout, groups, advantages, old_logprobs, ref_logprobs,
     parts = micro_batches(rollout, groups, config.num_generations, learner.budget)
     for rows, k, ids, attention_mask, mask in parts:
         T, k = mask.shape[1], 1 if config.gradient_checkpointing else k
-        logprobs, entropies = token_logprobs(learner.model, ids, attention_mask, T, config.temperature,
-                                             num_generations=k, return_entropy=True)
+        logprobs, entropies = token_logprobs(learner.model, ids, attention_mask, T,
+                                             config.temperature, num_generations=k, return_entropy=True)
         # With one update per batch of answers, pi_old is pi_theta itself, held constant. The ratio
         # is then 1, but its gradient is not 0: d(ratio) = d(log pi_theta).
         old = logprobs.detach() if old_logprobs is None else old_logprobs[rows, :T]
         ref = None if ref_logprobs is None else ref_logprobs[rows, :T]
         if config.mask_truncated_completions:
             mask = mask & ~rollout.truncated[rows, None]
-        loss, metrics = grpo_loss(logprobs, old, ref, advantages[rows], mask, entropies=entropies, **settings)
+        loss, metrics = grpo_loss(logprobs, old, ref, advantages[rows], mask, entropies=entropies,
+                                  **settings)
         if not loss.isfinite():
             bad = rows[int(logprobs.isfinite().all(dim=1).long().argmin())]
-            raise FloatingPointError(f"loss {loss.item()}, by an answer to question "
-                                     f"{bad // config.num_generations}: {rollout.texts[bad][:80]!r}")
+            raise FloatingPointError(f"loss {loss.item()}, from question {bad // config.num_generations}"
+                                     f" of the step and its answer {rollout.texts[bad][:80]!r}")
         loss.backward()
         for parameter, weight in zip(learner.parameters, learner.weights):
             if parameter is not weight and parameter.grad is not None:
@@ -923,10 +935,10 @@ def accumulate(learner, rollout, groups, advantages, old_logprobs, ref_logprobs,
 
 
 def update(learner, rollout, advantages, ref_logprobs, config):
-    """Learn from one rollout: num_iterations passes, each of num_mini_batches updates. Gives metrics.
+    """Learn from a rollout: num_iterations passes, each of num_mini_batches updates. Gives metrics.
 
-    Advantages (N,), ref_logprobs (N, T) or None. The gradient of an update is that of its mini-batch
-    as a whole, whatever the memory holds at once.
+    Advantages (N,), ref_logprobs (N, T) or None. The gradient of an update is that of its
+    mini-batch as a whole, whatever the memory holds at once.
     """
     G, mask = config.num_generations, rollout.completion_mask
     if config.mask_truncated_completions:
@@ -942,30 +954,30 @@ def update(learner, rollout, advantages, ref_logprobs, config):
         # pi_old has to be written down before the first update moves pi_theta. It is the scorer's
         # word and not the sampler's, so that the ratio starts at exactly 1, and the rounding
         # differences of the two, in bfloat16, do not look like a policy that has moved.
-        old_logprobs = smaller_if_out_of_memory(score, learner, learner.model, rollout, groups, config)
+        old_logprobs = fit_memory(score, learner, learner.model, rollout, groups, config)
     # The settings of the loss bear the same names in the config.
-    settings = {name: getattr(config, name) for name in grpo_loss.__kwdefaults__ if hasattr(config, name)}
+    settings, done = {k: v for k, v in vars(config).items() if k in grpo_loss.__kwdefaults__}, []
     settings["beta"] = 0.0 if ref_logprobs is None else config.beta
-    done = []
     for i in range(config.num_iterations * config.num_mini_batches):
         if i % config.num_mini_batches == 0:  # a new pass, in a new order
             order = torch.randperm(B) if config.num_mini_batches > 1 else torch.arange(B)
         part = order.tensor_split(config.num_mini_batches)[i % config.num_mini_batches]
         # What to divide by is counted over the whole mini-batch. If each micro-batch took the mean
         # of its own tokens, the way it is cut would decide what a token weighs.
-        settings["divisor"] = {"grpo": len(part) * G, "dapo": int(tokens[part].sum()),
-                               "dr_grpo": len(part) * G * config.max_completion_length}[config.loss_type]
+        wholes = {"grpo": len(part) * G, "dapo": int(tokens[part].sum()),
+                  "dr_grpo": len(part) * G * config.max_completion_length}
+        settings["divisor"] = wholes[config.loss_type]
         some = [g for g in part.tolist() if g in groups]
         try:
-            sums = smaller_if_out_of_memory(accumulate, learner, rollout, some, advantages, old_logprobs,
-                                            ref_logprobs, settings, config)
+            sums = fit_memory(accumulate, learner, rollout, some, advantages, old_logprobs,
+                              ref_logprobs, settings, config)
             if sums["ratio_mean"] > (config.early_stop_imp_ratio or float("inf")) * sums["tokens"]:
                 continue
-            # All gradients together are one long vector. If it is longer than max_grad_norm it is cut
-            # to that: a strange batch then costs one step in a wrong direction, no more.
-            sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(learner.weights, config.max_grad_norm).item()
-            if not sums["grad_norm"] < float("inf"):
-                raise FloatingPointError(f"gradient of norm {sums['grad_norm']}")
+            # All gradients together are one long vector. If it is longer than max_grad_norm it is
+            # cut to that: a strange batch then costs one step in a wrong direction, no more.
+            norm = torch.nn.utils.clip_grad_norm_(learner.weights, config.max_grad_norm)
+            if not norm.isfinite():
+                raise FloatingPointError(f"gradient of norm {norm.item()}")
         except FloatingPointError as error:
             learner.failed += 1
             tqdm.write(f"update skipped, {learner.failed} in a row: {error}")
@@ -976,7 +988,7 @@ def update(learner, rollout, advantages, ref_logprobs, config):
         for parameter, weight in zip(learner.parameters, learner.weights):
             if parameter is not weight:
                 parameter.data.copy_(weight)  # rounded to bfloat16
-        learner.failed = 0
+        learner.failed, sums["grad_norm"] = 0, norm.item()
         done.append(sums)
     per = {"loss": max(len(done), 1), "grad_norm": max(len(done), 1)}  # the others, per token:
     n = max(sum(sums["tokens"] for sums in done), 1)
@@ -988,13 +1000,13 @@ def update(learner, rollout, advantages, ref_logprobs, config):
 
 def join(first, second, keep):
     """Rows `keep` of two rollouts, numbered through, as one, padded to the wider of the two."""
-    widths = [(r.input_ids.shape[1] - r.logprobs.shape[1], r.logprobs.shape[1]) for r in (first, second)]
-    P, T = (max(width) for width in zip(*widths))
+    T = [r.completion_mask.shape[1] for r in (first, second)]
+    P = [r.input_ids.shape[1] - t for r, t in zip((first, second), T)]
 
     def both(name, left):
-        pads = [((P - p) * left, T - t) for p, t in widths]
-        parts = (getattr(first, name), getattr(second, name))
-        return torch.cat([torch.nn.functional.pad(x, pad) for x, pad in zip(parts, pads)])[keep]
+        parts = [torch.nn.functional.pad(getattr(r, name), ((max(P) - p) * left, max(T) - t))
+                 for r, p, t in zip((first, second), P, T)]
+        return torch.cat(parts)[keep]
 
     return Rollout(both("input_ids", 1), both("attention_mask", 1), both("completion_mask", 0),
                    both("logprobs", 0), [(first.texts + second.texts)[i] for i in keep],
@@ -1002,7 +1014,7 @@ def join(first, second, keep):
 
 
 def sample_and_score(learner, tokenizer, questions, reward_fn, count, config):
-    """G answers to each of the next `count` questions: their rows, the rollout, (count, G) rewards."""
+    """G answers to the next `count` questions: their rows, the rollout, (count, G) rewards."""
     rows = [next(questions) for _ in range(count)]
     learner.questions_seen += count
     rollout = sample_groups(learner.model, tokenizer, [row["prompt"] for row in rows],
@@ -1029,7 +1041,7 @@ def train_step(learner, tokenizer, questions, reward_fn, config):
         rows, rewards = [(rows + fresh[0])[g] for g in keep], torch.cat([rewards, fresh[2]])[keep]
     sampled, scores, ref = time.perf_counter(), rewards, None
     if learner.reference is not None:
-        ref = smaller_if_out_of_memory(score, learner, learner.reference, rollout, range(B), config)
+        ref = fit_memory(score, learner, learner.reference, rollout, range(B), config)
     if config.kl_in_reward:  # k1 is right here: nobody differentiates a reward
         kl = (rollout.logprobs - ref).masked_fill(~rollout.completion_mask, 0.0).sum(dim=1)
         scores, ref = rewards - config.beta * kl.view(B, G).to(rewards), None
@@ -1055,7 +1067,7 @@ def train_step(learner, tokenizer, questions, reward_fn, config):
 
 
 def question_stream(dataset, seed, seen=0):
-    """Rows of the data set for ever, shuffled anew each epoch; none twice before all have been seen.
+    """Rows of the data set for ever, shuffled anew each epoch; none twice before all were seen.
     The first `seen` are skipped: the order depends on nothing but the seed, so a run can go on."""
     epoch, place = divmod(seen, len(dataset))
     while True:
@@ -1076,8 +1088,8 @@ def snapshot(learner):
 
 def save_checkpoint(path, step, learner, state, run):
     """All that a run needs to go on, in one file with nothing in it that could be executed. It is
-    written beside and then renamed, so whatever kills the process, and whenever, the file at `path`
-    is a whole checkpoint: this one, or the one before."""
+    written beside and then renamed, so whatever kills the process, and whenever, the file at
+    `path` is a whole checkpoint: this one, or the one before."""
     tensors = {f"{i}": weight.detach() for i, weight in enumerate(learner.weights)}
     for i, weight in enumerate(learner.weights):
         tensors |= {f"{i} {key}": x for key, x in learner.optimizer.state[weight].items()}
@@ -1088,8 +1100,8 @@ def save_checkpoint(path, step, learner, state, run):
         if os.path.exists(path + ".new"):
             os.remove(path + ".new")
         size = sum(x.numel() * x.element_size() for x in tensors.values()) / 1e9
-        raise OSError(f"no checkpoint of step {step}: {error}. It takes {size:.1f} GB at {path}. The one "
-                      "before it is intact; make room and resume from that") from error
+        raise OSError(f"no checkpoint of step {step}: {error}. It takes {size:.1f} GB at {path}. The "
+                      "one before is intact: make room, and resume from that") from error
 
 
 def load_checkpoint(path, learner, run):
@@ -1098,7 +1110,7 @@ def load_checkpoint(path, learner, run):
         step, state, saved = json.loads(file.metadata()["json"])
     for name in run:
         if run[name] != saved.get(name):
-            raise ValueError(f"{path} is of a run with {name} {saved.get(name)}, this is {run[name]}")
+            raise ValueError(f"{path} has {name} {saved.get(name)}, this run has {run[name]}")
     tensors = load_file(path)
     for i, (parameter, weight) in enumerate(zip(learner.parameters, learner.weights)):
         weight.data.copy_(tensors[f"{i}"])
@@ -1117,17 +1129,17 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
     """The loop, as a generator: yields (metrics, learner) after each step, so that a caller can do
     what it likes in between: `for metrics, learner in training_steps(...): evaluate(...)`.
 
-    With an `output_dir` it writes settings.json, metrics.jsonl (a line a step) and, every save_steps and
-    at the end, a checkpoint; with `resume` it goes on from that. Ctrl-C finishes the step, saves and
-    ends the loop; twice stops at once.
+    With an `output_dir` it writes settings.json, metrics.jsonl (a line a step) and, every
+    save_steps and at the end, a checkpoint; with `resume` it goes on from that. Ctrl-C finishes
+    the step, saves and ends the loop; twice stops at once.
     """
     bad = [i for i, row in enumerate(dataset)
            if not row.get("prompt") or row.keys() != dataset[0].keys()]
     if bad or len(dataset) == 0:
-        raise ValueError(f"of {len(dataset)} rows in the data set, {bad[:9]} have no prompt or other columns")
+        raise ValueError(f"data set of {len(dataset)} rows: {bad[:9]} lack a prompt or differ in columns")
     torch.manual_seed(config.seed)
     sizes = sum(p.detach().abs().sum(dtype=torch.float64).item() for p in model.parameters())
-    run = {**asdict(config), "model": f"{model.config.model_type} {sizes:.6e}", "rows": len(dataset)}
+    run = {**asdict(config), "model": f"{type(model).__name__} {sizes:.6e}", "rows": len(dataset)}
     learner, done = make_learner(model, config), 0
     # The library's formula for the schedule. One step on, or the first would be made at rate 0.
     rate = get_scheduler(config.lr_scheduler_type, learner.optimizer, config.warmup_steps,
@@ -1137,7 +1149,7 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
     if output_dir:
         os.makedirs(output_dir, exist_ok=True)
         if os.path.exists(metrics_file) and not resume:
-            raise ValueError(f"{output_dir} holds a run already: resume it, or name another folder")
+            raise ValueError(f"{output_dir} holds a run: resume it, or name another folder")
         if os.path.exists(checkpoint):
             done = load_checkpoint(checkpoint, learner, run)
         # A killed run may have written more lines than its checkpoint knows of, the last in part.
@@ -1159,16 +1171,16 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
             learner.optimizer.param_groups[0]["lr"] = config.learning_rate * rate(step)
             state = snapshot(learner)
             try:
-                metrics = {"step": step, **train_step(learner, tokenizer, questions, reward_fn, config)}
-            except Exception:  # whatever it was, keep what has been learned; resume repeats this step
+                metrics = train_step(learner, tokenizer, questions, reward_fn, config)
+            except Exception:  # whatever it was, what was learned is kept; resume repeats this step
                 if output_dir and step > 1:
                     save_checkpoint(checkpoint, step - 1, learner, state, run)
                 raise
             bar.set_postfix_str(f"reward {metrics['reward_mean']:.2f}")
             if output_dir:
                 with open(metrics_file, "a") as file:
-                    file.write(json.dumps(metrics) + "\n")
-            yield metrics, learner
+                    file.write(json.dumps({"step": step, **metrics}) + "\n")
+            yield {"step": step, **metrics}, learner
             due = config.save_steps and (step % config.save_steps == 0 or step == config.steps)
             if output_dir and (due or interrupted):
                 save_checkpoint(checkpoint, step, learner, snapshot(learner), run)
@@ -1180,11 +1192,11 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
 
 
 def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=False):
-    """Train `model` in place with GRPO; gives the list of the steps' metrics, resumed ones included.
+    """Train `model` in place with GRPO; gives the steps' metrics, a list, resumed ones included.
 
-    `dataset`: a datasets.Dataset or a list of dicts, with a `prompt` column (strings, or chats) and any
-    others, which go to `reward_fn(prompts=, completions=, completion_ids=, **columns) -> list of
-    floats`. `config` is a GRPOConfig; for `output_dir` and `resume` see `training_steps`.
+    `dataset`: a datasets.Dataset or a list of dicts, with a `prompt` column (strings, or chats)
+    and any others, which go to `reward_fn(prompts=, completions=, completion_ids=, **columns) ->
+    list of floats`. `config` is a GRPOConfig; for `output_dir` and `resume` see `training_steps`.
     """
     steps = training_steps(model, tokenizer, dataset, reward_fn, config, output_dir, resume)
     metrics = [step_metrics for step_metrics, _ in steps]
