@@ -703,9 +703,9 @@ def kl_estimate(logprobs, ref_logprobs, kl_penalty_type):
 # ------------------------------------------------------------------------------------------------
 
 
-def knob(default, text, least=None):
-    """A field of GRPOConfig; `text` is what --help prints, `least` the smallest value allowed."""
-    return field(default=default, metadata={"help": text, "least": least})
+def knob(default, text):
+    """A field of GRPOConfig; `text` is also what --help prints."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass
@@ -713,49 +713,56 @@ class GRPOConfig:
     """Every knob. Names are TRL's GRPOConfig's where it has them, values the documents'."""
 
     # What is sampled in a step: prompts_per_step * num_generations answers.
-    num_generations: int = knob(8, "G, answers to each question; 4 is few, 16 is comfortable", 2)
-    prompts_per_step: int = knob(32, "B, questions in a step", 1)
-    max_completion_length: int = knob(512, "tokens at which an answer is cut off", 1)
-    temperature: float = knob(1.0, "of sampling and of scoring; lower explores less", 1e-6)
+    num_generations: int = knob(8, "G, answers to each question; 4 is few, 16 is comfortable")
+    prompts_per_step: int = knob(32, "B, questions in a step")
+    max_completion_length: int = knob(512, "tokens at which an answer is cut off")
+    temperature: float = knob(1.0, "of sampling and of scoring; lower explores less")
     # The loss.
-    beta: float = knob(0.04, "weight of the KL penalty; 0 saves the reference model", 0)
-    epsilon: float = knob(0.2, "how far the ratio may fall below 1 before the clip acts", 0)
-    epsilon_high: Optional[float] = knob(None, "how far it may rise above 1; default: epsilon", 0)
+    beta: float = knob(0.04, "weight of the KL penalty; 0 saves the reference model")
+    epsilon: float = knob(0.2, "how far the ratio may fall below 1 before the clip acts")
+    epsilon_high: Optional[float] = knob(None, "how far it may rise above 1; default: epsilon")
     loss_type: Literal["grpo", "dapo", "dr_grpo"] = knob("grpo", "average over the tokens")
     scale_rewards: Literal["group", "none", "batch", "rloo"] = knob("group", "scale of advantages")
     # The update.
-    steps: int = knob(300, "rounds of sampling and learning", 1)
-    num_iterations: int = knob(1, "times that a step's answers are learned from", 1)
-    num_mini_batches: int = knob(1, "updates into which each such pass is divided", 1)
-    learning_rate: float = knob(1e-6, "AdamW's; 1e-6 for 256 answers a step, 1e-5 for 64", 0)
-    warmup_steps: int = knob(10, "steps over which the learning rate grows to that", 0)
+    steps: int = knob(300, "rounds of sampling and learning")
+    num_iterations: int = knob(1, "times that a step's answers are learned from")
+    num_mini_batches: int = knob(1, "updates into which each such pass is divided")
+    learning_rate: float = knob(1e-6, "AdamW's; 1e-6 for 256 answers a step, 1e-5 for 64")
+    warmup_steps: int = knob(10, "steps over which the learning rate grows to that")
     lr_scheduler_type: Literal["linear", "cosine", "constant_with_warmup"] = knob("linear", "decay")
-    max_grad_norm: float = knob(1.0, "a longer gradient is shortened to this", 1e-6)
+    max_grad_norm: float = knob(1.0, "a longer gradient is shortened to this")
     # The relatives, section 9.
     importance_sampling_level: Literal["token", "sequence", "sequence_sum"] = knob("token", "of r")
     kl_penalty_type: Literal["low_var_kl", "kl", "abs", "mse"] = knob("low_var_kl", "estimator")
     use_bias_correction_kl: bool = knob(False, "multiply the KL by the ratio, as TRL does")
     kl_in_reward: bool = knob(False, "subtract beta * KL from the reward, as PPO does")
-    entropy_bonus: float = knob(0.0, "reward for an undecided policy", 0)
+    entropy_bonus: float = knob(0.0, "reward for an undecided policy")
     mask_truncated_completions: bool = knob(False, "answers that were cut off: not in the loss")
-    overlong_buffer: int = knob(0, "tokens before the cap over which a penalty grows to 1", 0)
-    dynamic_sampling: int = knob(0, "times that groups without variance are replaced", 0)
-    early_stop_imp_ratio: Optional[float] = knob(None, "no update if the mean ratio is above", 1)
+    overlong_buffer: int = knob(0, "tokens before the cap over which a penalty grows to 1")
+    dynamic_sampling: int = knob(0, "times that groups without variance are replaced")
+    early_stop_imp_ratio: Optional[float] = knob(None, "no update if the mean ratio is above")
     # The run.
-    seed: int = knob(0, "of the order of the questions and of the sampling", 0)
-    save_steps: int = knob(50, "steps between checkpoints; 0: none", 0)
+    seed: int = knob(0, "of the order of the questions and of the sampling")
+    save_steps: int = knob(50, "steps between checkpoints; 0: none")
     gradient_checkpointing: bool = knob(False, "less memory in the update, for a third more time")
-    tokens_per_micro_batch: Optional[int] = knob(None, "tokens in memory at once; default: auto", 1)
+    tokens_per_micro_batch: Optional[int] = knob(None, "tokens in memory at once; default: auto")
 
     def __post_init__(self):
         words = {"True": "group", "False": "none"}  # TRL takes these too
         self.scale_rewards = words.get(str(self.scale_rewards), self.scale_rewards)
         for f in fields(self):
-            value, choices, least = getattr(self, f.name), get_args(f.type), f.metadata["least"]
-            if get_origin(f.type) is Literal and value not in choices:
-                raise ValueError(f"{f.name} is {value!r}, and must be one of {choices}")
-            if None not in (least, value) and not least <= value < float("inf"):
-                raise ValueError(f"{f.name} is {value}, and must be at least {least}, and finite")
+            if get_origin(f.type) is Literal and getattr(self, f.name) not in get_args(f.type):
+                raise ValueError(f"{f.name} is {getattr(self, f.name)!r}, not one of {get_args(f.type)}")
+        for least, names in (
+            (2, "num_generations"), (1e-6, "temperature max_grad_norm"),
+            (1, "prompts_per_step max_completion_length steps num_iterations num_mini_batches "
+                "early_stop_imp_ratio tokens_per_micro_batch"),
+            (0, "beta epsilon epsilon_high learning_rate warmup_steps entropy_bonus overlong_buffer "
+                "dynamic_sampling seed save_steps")):  # fmt: skip
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None and not least <= value < float("inf"):
+                    raise ValueError(f"{name} is {value}, and must be at least {least}, and finite")
         if self.num_mini_batches > self.prompts_per_step:
             raise ValueError("num_mini_batches is above prompts_per_step; groups are not divided")
         if self.overlong_buffer > self.max_completion_length:

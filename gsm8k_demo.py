@@ -23,13 +23,16 @@ import re
 import sys
 import time
 from dataclasses import dataclass
+from itertools import product
 from typing import Optional
 
 import torch
-import transformers
+import torch.nn.functional as F
 from datasets import Dataset, load_dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig,
+                          HfArgumentParser, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
 
 from grpo import GRPOConfig, knob, rule_reward, sample_groups, token_logprobs, training_steps
 
@@ -223,7 +226,7 @@ def random_reward(prompts, completions, **columns):
 
 def preflight(model, tokenizer, dataset, config):
     """Seconds before hours: is the reward right on right answers, do sampler and scorer agree?"""
-    solved = [f"{row['solution']} \\boxed{{{row['answer']}}}" for row in dataset]
+    solved = [f"{row.get('solution', '')} \\boxed{{{row['answer']}}}" for row in dataset]
     wrong = [i for i, r in enumerate(boxed_reward(None, solved, dataset["answer"])) if r != 1.5]
     if wrong:
         raise ValueError(f"the reference solution of question {wrong[0]} does not earn 1.5: {solved[wrong[0]]!r}")
@@ -239,8 +242,162 @@ def preflight(model, tokenizer, dataset, config):
                          "Does this model need other masks or positions than grpo.py gives it?")
 
 
-REHEARSAL = dict(steps=40)
-HABITS = ()
+# ------------------------------------------------------------------------------------------------
+# The rehearsal: a tiny world in which GRPO can be watched from start to end on a CPU, offline
+#
+# A language model has to be there before it can be reinforced, so one is made in seconds: a Qwen2 with
+# a quarter of a million weights and a tokenizer of its own, pre-trained on made-up word problems of
+# two steps. It learns the arithmetic well, and from its texts a bad habit with it: most of them
+# stop after the first step and box that. GRPO's job is the habit, not the arithmetic: it can only
+# make likelier what the model already does now and then.
+# ------------------------------------------------------------------------------------------------
+
+# Flags that the rehearsal sets, unless they are typed. A small model takes a large learning rate.
+REHEARSAL = dict(steps=40, prompts_per_step=16, max_completion_length=28, learning_rate=5e-4,
+                 warmup_steps=5, beta=0.02, eval_questions=256)
+# kind of problem: the operations of its two steps -> its words
+PROBLEMS = {
+    "*+": "{name} buys {a} bags of {b} {things}, then {c} more. How many?",
+    "*-": "{name} buys {a} bags of {b} {things}, then loses {c}. How many?",
+    "+*": "{name} puts {a} red and {b} blue {things} in each of {c} bags. How many?",
+    "+-": "{name} has {a} {things}, finds {b}, loses {c}. How many?",
+    "++": "{name} has {a} {things}, finds {b}, then {c} more. How many?",
+    "-+": "{name} has {a} {things}, loses {b}, finds {c}. How many?",
+}
+NAMES = ["Anna", "Ben", "Cara", "Dan"]
+THINGS = ["pens", "eggs", "cards", "coins"]
+LARGEST = 33  # of all numbers that occur: a quarter of a million weights can learn these tables
+# How the texts of one pre-training step answer. The same number of each in every step, not drawn: the
+# bad habit then leads by much the same margin whatever the seed, and the greedy answer is mostly bad.
+HABITS = ["first step"] * 10 + ["no box"] * 2 + ["worked through"] * 4
+DRILLS_PER_STEP, PRETRAIN_STEPS, PRETRAIN_LR = 6, 600, 3e-3
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (  # Qwen's, without the system prompt: here it would be tokens that say nothing
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def calculate(x, operation, y):
+    return {"+": x + y, "-": x - y, "*": x * y}[operation]
+
+
+def solve(kind, a, b, c):
+    """Both steps as (number, operation, number, result)."""
+    first = calculate(a, kind[0], b)
+    return (a, kind[0], b, first), (first, kind[1], c, calculate(first, kind[1], c))
+
+
+def all_problems():
+    """Every (kind, a, b, c) whose numbers and results are all from 2 to LARGEST."""
+    numbers = product(PROBLEMS, range(2, LARGEST + 1), range(2, 8), range(2, 8))
+    return [p for p in numbers if all(2 <= step[-1] <= LARGEST for step in solve(*p))]
+
+
+def ask(problem, rng):
+    """The problem as a chat."""
+    kind, a, b, c = problem
+    words = dict(name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, b=b, c=c)
+    return [{"role": "user", "content": PROBLEMS[kind].format(**words)}]
+
+
+def answer_in_habit(problem, name):
+    """What the model is pre-trained to answer."""
+    first, second = ("%d%s%d=%d\n" % step for step in solve(*problem))
+    box_first, box_second = ("\\boxed{%d}" % step[-1] for step in solve(*problem))
+    return {"first step": first + box_first, "no box": first + second.rstrip(),
+            "worked through": first + second + box_second}[name]
+
+
+def habit(text):
+    """Which habit an answer shows; whether its numbers are right does not matter here."""
+    steps, boxed = text.count("="), text.rstrip().endswith("}")
+    names = {(1, True): "first step", (2, False): "no box", (2, True): "worked through"}
+    return names.get((steps, boxed), "other")
+
+
+def make_tokenizer(texts):
+    """Byte-level BPE as Qwen has it (single digits, line breaks apart), learned from `texts`."""
+    core = Tokenizer(models.BPE())
+    pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"
+    core.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    core.decoder = decoders.ByteLevel()
+    core.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL_TOKENS, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))  # so that any text can be encoded
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", padding_side="left",
+                                   pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE)
+
+
+def rehearsal(seed):
+    """-> (model, tokenizer, train_dataset, test_dataset): the tiny world, pre-trained on the spot.
+
+    The same seed gives the same weights; the global random numbers are neither used nor disturbed.
+    """
+    rng = random.Random(seed)
+    problems = all_problems()
+    rng.shuffle(problems)
+    fifth = len(problems) // 5
+    test, grpo, pretrain = problems[:fifth], problems[fifth : 5 * fifth // 2], problems[5 * fifth // 2 :]
+    assert not set(test) & set(grpo + pretrain), "a test problem is also a training problem"
+
+    samples = [(ask(p, rng)[0]["content"], answer_in_habit(p, "worked through")) for p in pretrain]
+    tokenizer = make_tokenizer(["user\nassistant\n" + "\n".join(sample) for sample in samples])
+
+    def encode(*pieces):
+        """Text by turns to be read and to be learned -> token ids, and which of them are learned."""
+        rows = [tokenizer.backend_tokenizer.encode(piece).ids for piece in pieces]
+        return sum(rows, []), [i % 2 for i, row in enumerate(rows) for _ in row]
+
+    def problem_row(name):
+        problem = rng.choice(pretrain)
+        chat = tokenizer.apply_chat_template(ask(problem, rng), tokenize=False, add_generation_prompt=True)
+        return encode(chat, answer_in_habit(problem, name) + "<|im_end|>")
+
+    # Bare sums besides: a word problem is forty tokens for one sum or two, a row of these for six.
+    # With them the arithmetic is learned in a third of the time.
+    sums = sorted({step for problem in pretrain for step in solve(*problem)})
+
+    def drill_row():
+        drawn = [("%d%s%d=" % step[:3], "%d\n" % step[3]) for step in rng.choices(sums, k=6)]
+        return encode(*(piece for pair in drawn for piece in pair))
+
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256,
+        tie_word_embeddings=True, initializer_range=0.08, bos_token_id=None, eos_token_id=end,
+        pad_token_id=pad, rope_parameters={"rope_type": "default", "rope_theta": 1e6})  # 1e4: slower
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs as well
+        model = Qwen2ForCausalLM(config).float()
+    model.generation_config.eos_token_id = [end, pad]
+
+    optimizer = torch.optim.AdamW(model.parameters(), PRETRAIN_LR, (0.9, 0.95), weight_decay=0.1)
+    for step in tqdm(range(PRETRAIN_STEPS), desc="pre-training the tiny model", leave=False, disable=None):
+        # 50 steps up, then linearly down to 0
+        rate = min((step + 1) / 50, (PRETRAIN_STEPS - step) / (PRETRAIN_STEPS - 50))
+        optimizer.param_groups[0]["lr"] = PRETRAIN_LR * rate
+        batch = [problem_row(name) for name in HABITS]
+        batch += [drill_row() for _ in range(DRILLS_PER_STEP)]
+        width = max(len(ids) for ids, _ in batch)
+        # Padded on the right, a causal model needs no attention mask: nothing looks to the right.
+        ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in batch])
+        learned = torch.tensor([mask + [0] * (width - len(mask)) for _, mask in batch]).bool()[:, 1:]
+        hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state[learned]  # no others needed
+        loss = F.cross_entropy(model.lm_head(hidden), ids[:, 1:][learned])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    def dataset(problems):
+        return Dataset.from_list([{"prompt": ask(p, rng), "answer": str(solve(*p)[1][-1])} for p in problems])
+
+    return model.eval(), tokenizer, dataset(grpo), dataset(test)
+
 
 # ------------------------------------------------------------------------------------------------
 # The run
@@ -363,7 +520,7 @@ def run(config, demo, rehearsing):
         print(f"\n{row['prompt'][-1]['content']}  (answer {row['answer']})\n  before: {old}\n  after:  {new}")
     curves = [("reward", [m["reward_mean"] for m in history]),
               ("tokens", [m["completion_length"] for m in history])]
-    curves += [(name, [step.count(name) / len(step) for step in shares]) for name in HABITS if shares]
+    curves += [(name, [step.count(name) / len(step) for step in shares]) for name in (*dict.fromkeys(HABITS), "other") if shares]
     print("\nover the steps, first to last (each curve from its lowest to its highest):")
     for name, values in curves:
         if values:
@@ -389,7 +546,7 @@ def run(config, demo, rehearsing):
 
 
 def main():
-    parser = transformers.HfArgumentParser((GRPOConfig, DemoConfig), description=__doc__,
+    parser = HfArgumentParser((GRPOConfig, DemoConfig), description=__doc__,
                                            formatter_class=argparse.RawDescriptionHelpFormatter)
     try:
         config, demo = parser.parse_args_into_dataclasses()
