@@ -49,15 +49,7 @@ overflows; answers may be sampled and scored in bfloat16 while the weights stay 
 is left out: a learned reward model, a critic, iterated reference models, several GPUs.
 """
 
-import copy
-import json
-import os
-import random
-import re
-import signal
-import threading
-import time
-from collections import Counter
+import copy, json, os, random, re, signal, threading, time, zlib  # noqa: E401
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Real
 from typing import Literal, Optional, get_args, get_origin
@@ -162,7 +154,7 @@ def rule_reward(completion, answer):
 
 @dataclass
 class Rollout:
-    """What was sampled: N = B * G rows, group-major; prompts of width P, completions of width T."""
+    """What was sampled: N = B * G rows, group-major, prompts of width P, completions of width T"""
 
     input_ids: torch.Tensor  # (N, P+T) left-padded prompt, then right-padded completion
     attention_mask: torch.Tensor  # (N, P+T) 1 on every real token, the end token included
@@ -175,13 +167,12 @@ class Rollout:
 def end_token_ids(model, tokenizer):
     """All ids that end an answer. Qwen has two; to miss one trains the model on what it babbles
     after its answer. They are written down in three different places, so all three are asked."""
-    ids = set()
-    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
-        found = getattr(source, "eos_token_id", None)
-        ids |= set(found) if isinstance(found, (list, tuple)) else {found}
-    if ids == {None}:
+    found = [getattr(source, "eos_token_id", None)
+             for source in (getattr(model, "generation_config", None), model.config, tokenizer)]
+    ids = {i for x in found for i in (x if isinstance(x, (list, tuple)) else [x])} - {None}
+    if not ids:
         raise ValueError("neither model nor tokenizer has an eos_token_id: no answer could end")
-    return sorted(ids - {None})
+    return sorted(ids)
 
 
 def encode_prompts(tokenizer, prompts):
@@ -213,7 +204,8 @@ def choose_tokens(logits, temperature, uniforms):
         points = uniforms.unsqueeze(1) * ends[:, -1:]  # (n, 1) on a line as long as it came out
         # right=True: a token of probability 0 has an empty stretch, and is never hit. The clamp
         # is for a point that rounding put at the very end.
-        tokens = torch.searchsorted(ends, points, right=True).squeeze(1).clamp(max=len(ends[0]) - 1)
+        tokens = torch.searchsorted(ends, points, right=True).squeeze(1)
+    tokens = tokens.clamp(max=logits.shape[1] - 1)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
@@ -232,15 +224,13 @@ def sample_groups(model, tokenizer, prompts, num_generations, *, max_completion_
     """
     G, T, device = num_generations, max_completion_length, model.device
     if not (min(len(prompts), G, T) >= 1 and temperature >= 0):
-        raise ValueError("wanted at least 1 prompt, 1 generation, 1 token and temperature 0, got "
-                         f"{len(prompts)}, {G}, {T} and {temperature}")
+        raise ValueError(f"too small: {len(prompts)} prompts, {G=}, {T=} or {temperature=}")
     end_ids = torch.tensor(end_token_ids(model, tokenizer), device=device)
     encoded = encode_prompts(tokenizer, prompts)
     B, N, widths = len(prompts), len(prompts) * G, [len(ids) for ids in encoded]
     P, context = max(widths), getattr(model.config, "max_position_embeddings", None)
     if context and P + T > context:
-        raise ValueError(f"prompt {widths.index(P)} has {P} tokens, its answer may have {T}: more than "
-                         f"the model's context of {context}. {str(prompts[widths.index(P)])[:80]!r}")
+        raise ValueError(f"prompt {widths.index(P)}: {P} + {T} tokens exceed the context {context}")
 
     # Pad the prompts on the left, so that all of them end, and all answers begin, in one column.
     # Any id will do as padding, even an end token: what is real is said by masks made from
@@ -248,7 +238,7 @@ def sample_groups(model, tokenizer, prompts, num_generations, *, max_completion_
     # the padding too, and then the model is never taught to stop.
     pad = int(end_ids[0]) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     prompt_ids = torch.tensor([[pad] * (P - len(ids)) + ids for ids in encoded], device=device)
-    prompt_mask = torch.tensor([[0] * (P - width) + [1] * width for width in widths], device=device)
+    prompt_mask = torch.tensor([[0] * (P - w) + [1] * w for w in widths], device=device)  # (B, P)
     # The first real token is at position 0, however much padding stands before it. Models with
     # rotary positions forgive a shift; those with learned positions go wrong by tens of nats.
     positions = (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)  # (B, P)
@@ -324,7 +314,7 @@ def group_advantages(rewards, scale_rewards=True):
     ValueError for fewer than two rewards and for NaN or inf.
     """
     if rewards.dim() == 0 or rewards.shape[-1] < 2:
-        raise ValueError(f"a group needs at least 2 rewards to compare, got {tuple(rewards.shape)}")
+        raise ValueError(f"a group needs 2 rewards or more to compare, got {tuple(rewards.shape)}")
     if not torch.isfinite(rewards).all():
         raise ValueError(f"rewards must be finite numbers, got {rewards.tolist()}")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
@@ -367,7 +357,7 @@ def token_logprobs(model, input_ids, attention_mask, completion_length, temperat
     """
     T, P, G = completion_length, input_ids.shape[1] - completion_length, num_generations
     if not (temperature > 0 and T >= 1 and P >= 1):
-        raise ValueError(f"temperature {temperature}, {P} prompt, {T} completion columns: wanted > 0")
+        raise ValueError(f"not > 0: temperature {temperature}, prompt {P}, completion_length {T}")
     trunk, head = model.base_model, model.get_output_embeddings()
     positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)  # (N, P+T), as in the sampler
     # The trunk makes hidden states of width H, the head turns each into V logits. Some models then
@@ -394,7 +384,7 @@ def token_logprobs(model, input_ids, attention_mask, completion_length, temperat
         first, cache = out.last_hidden_state[rows, -1:], out.past_key_values  # first (N, 1, H)
         cache.reorder_cache(rows)
         states = trunk(input_ids[:, P:], attention_mask=attention_mask, past_key_values=cache,
-                       position_ids=positions[:, P:], use_cache=True).last_hidden_state  # (N, T, H)
+                       position_ids=positions[:, P:], use_cache=True).last_hidden_state
         states = torch.cat([first, states[:, :-1]], dim=1)  # (N, T, H)
 
     def score(states, targets):  # (n, H), (n,) -> (n,), (n,)
@@ -407,7 +397,8 @@ def token_logprobs(model, input_ids, attention_mask, completion_length, temperat
             return logprobs, logprobs
         # -sum p log p. (-log p of the drawn token has the same mean, but its expected gradient is
         # zero, like k1's in section 6. An entropy bonus takes the whole distribution.)
-        return logprobs, log_normaliser - (logits.softmax(dim=-1) * logits).sum(dim=-1)
+        p = logits.softmax(dim=-1)  # where it is 0 the logit may be -inf, and 0 * -inf is NaN
+        return logprobs, log_normaliser - (p * logits.masked_fill(p == 0, 0.0)).sum(dim=-1)
 
     # The logits of 16 answers of 512 tokens over Qwen's vocabulary are 4.6 GiB in float32, and
     # the backward pass would keep three such tensors. So the head sees some hundred tokens at a
@@ -555,8 +546,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
               for x in (logprobs, old_logprobs, ref_logprobs, mask, advantages)]
     N, T = (*shapes[0], 0, 0)[:2]
     if shapes != [(N, T), (N, T), shapes[2] and (N, T), (N, T), (N,)]:
-        raise ValueError("wanted logprobs, old_logprobs, ref_logprobs, mask of shape (N, T) and "
-                         f"advantages (N,), got {shapes}")
+        raise ValueError(f"wanted log-probs and mask (N, T) and, last, advantages (N,): {shapes}")
     if loss_type not in ("grpo", "dapo", "dr_grpo"):
         raise ValueError(f"loss_type is {loss_type!r}, and must be 'grpo', 'dapo' or 'dr_grpo'")
     if beta and ref_logprobs is None:
@@ -591,10 +581,9 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
 
     A, high = advantages.unsqueeze(1), epsilon if epsilon_high is None else epsilon_high
     clipped = (A > 0) & (ratio > 1 + high) | (A < 0) & (ratio < 1 - epsilon)  # corners 1 and 4
-    means = {"kl": kl, "clip_fraction": clipped.to(kl), "ratio_mean": ratio}
-    metrics = {name: masked_mean(x.detach(), mask).item() for name, x in means.items()}
     largest = torch.where(mask, ratio.detach(), 0.0).max().item() if mask.any() else 0.0
-    return loss, {"loss": loss.item(), "ratio_max": largest, **metrics}
+    return loss, {"loss": loss.item(), "ratio_max": largest, "kl": masked_mean(kl, mask).item(),
+                  "clip_fraction": masked_mean(clipped.to(kl), mask).item()}
 
 
 # The apples, beta 0.04, to be followed with a pencil:
@@ -635,17 +624,21 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
 #               that of log pi: REINFORCE with the group's mean as baseline. Nothing to change.
 #   DAPO        epsilon_high=0.28 ("clip-higher": a rare token that was good may grow faster, so
 #               exploration does not die out), loss_type="dapo", dynamic_sampling > 0 (section 11),
-#               overlong_buffer > 0 (`overlong_penalty`), beta=0.
+#               `overlong_penalty` added to the reward, beta=0.
 #   GSPO        importance_sampling_level="sequence"; "sequence_sum" is the course's own code.
-#   RLinf       kl_penalty_type, entropy_bonus and early_stop_imp_ratio are settings here too;
-#               normalize_advantages: False is scale_rewards="none". use_valid_token_scale divides
-#               advantages by the number of tokens, which under a sum over tokens is the mean that
-#               "grpo" takes anyway: left out.
-#   PPO         trains a critic V and takes, going backwards, A_t = delta_t + gamma * lambda * A_t+1
-#               with delta_t = r_t + gamma * V_t+1 - V_t (GAE). If r_t = 1, V_t = 5, V_t+1 = 5.5 and
-#               gamma = 0.99, delta_t = 1.445. If the only reward, R, comes at the end, and gamma =
-#               lambda = 1, the sum telescopes to A_t = R - V_t. With the group's mean in place of
-#               V_t that is GRPO's advantage, and the critic and all of this are unnecessary.
+#   RLinf       kl_penalty_type and entropy_bonus are settings here too; normalize_advantages:
+#               False is scale_rewards="none". Two keys are left out: early_stop_imp_ratio drops a
+#               mini-batch whose mean ratio runs away (ratio_max shows that, the clip and
+#               max_grad_norm bound it), and use_valid_token_scale divides advantages by the number
+#               of tokens, which under a sum over tokens is the mean that "grpo" takes anyway.
+#   PPO         subtracts the KL from the reward: R_i - beta * sum over t of log(pi_old / pi_ref).
+#               (k1 is right there: nobody differentiates a reward.) Left out: the group's std would
+#               rescale it, and every token would be blamed for the drift of one. And it trains a
+#               critic V, for A_t = delta_t + gamma * lambda * A_t+1 with delta_t = r_t + gamma *
+#               V_t+1 - V_t (GAE). If r_t = 1, V_t = 5, V_t+1 = 5.5 and gamma = 0.99, delta_t is
+#               1.445. If the only reward, R, comes at the end, and gamma = lambda = 1, the sum
+#               telescopes to A_t = R - V_t. With the group's mean in place of V_t that is GRPO's
+#               advantage, and the critic and all of this are unnecessary.
 # ------------------------------------------------------------------------------------------------
 
 
@@ -668,9 +661,9 @@ def group_scale(rewards, scale_rewards):
 
 
 def overlong_penalty(lengths, max_completion_length, buffer):
-    """DAPO's soft penalty, to be added to the reward: 0 up to `buffer` tokens before the cap, then
-    falling in a line to -1 at the cap. Lengths (N,) -> (N,). A cliff at the cap would punish an
-    answer for one token too many as much as for nonsense."""
+    """DAPO's soft penalty, for a reward function to add (lengths: of completion_ids). It is 0 up
+    to `buffer` tokens before the cap, then falling in a line to -1 at the cap. Lengths (N,) ->
+    (N,). A cliff at the cap would punish one token too many as hard as nonsense."""
     return ((max_completion_length - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
@@ -729,48 +722,37 @@ class GRPOConfig:
     num_mini_batches: int = knob(1, "updates into which each such pass is divided")
     learning_rate: float = knob(1e-6, "AdamW's; 1e-6 for 256 answers a step, 1e-5 for 64")
     warmup_steps: int = knob(10, "steps over which the learning rate grows to that")
-    lr_scheduler_type: Literal["linear", "cosine", "constant_with_warmup"] = knob("linear", "decay")
+    lr_scheduler_type: Literal["linear", "cosine", "constant_with_warmup"] = knob("linear", "then")
     max_grad_norm: float = knob(1.0, "a longer gradient is shortened to this")
     # The relatives, section 9.
     importance_sampling_level: Literal["token", "sequence", "sequence_sum"] = knob("token", "of r")
     kl_penalty_type: Literal["low_var_kl", "kl", "abs", "mse"] = knob("low_var_kl", "estimator")
     use_bias_correction_kl: bool = knob(False, "multiply the KL by the ratio, as TRL does")
-    kl_in_reward: bool = knob(False, "subtract beta * KL from the reward, as PPO does")
     entropy_bonus: float = knob(0.0, "reward for an undecided policy")
     mask_truncated_completions: bool = knob(False, "answers that were cut off: not in the loss")
-    overlong_buffer: int = knob(0, "tokens before the cap over which a penalty grows to 1")
     dynamic_sampling: int = knob(0, "times that groups without variance are replaced")
-    early_stop_imp_ratio: Optional[float] = knob(None, "no update if the mean ratio is above")
     # The run.
     seed: int = knob(0, "of the order of the questions and of the sampling")
     save_steps: int = knob(50, "steps between checkpoints; 0: none")
     gradient_checkpointing: bool = knob(False, "less memory in the update, for a third more time")
-    tokens_per_micro_batch: Optional[int] = knob(None, "tokens in memory at once; default: auto")
+    tokens_per_micro_batch: Optional[int] = knob(None, "tokens in memory at once")
 
     def __post_init__(self):
         words = {"True": "group", "False": "none"}  # TRL takes these too
         self.scale_rewards = words.get(str(self.scale_rewards), self.scale_rewards)
+        least = dict.fromkeys(("temperature", "max_grad_norm"), 1e-6) | {"num_generations": 2}
+        ones = "prompts_per_step max_completion_length steps num_iterations num_mini_batches"
+        least |= dict.fromkeys(ones.split(), 1)
         for f in fields(self):
-            if get_origin(f.type) is Literal and getattr(self, f.name) not in get_args(f.type):
-                raise ValueError(f"{f.name} is {getattr(self, f.name)!r}, not one of {get_args(f.type)}")
-        for least, names in (
-            (2, "num_generations"), (1e-6, "temperature max_grad_norm"),
-            (1, "prompts_per_step max_completion_length steps num_iterations num_mini_batches "
-                "early_stop_imp_ratio tokens_per_micro_batch"),
-            (0, "beta epsilon epsilon_high learning_rate warmup_steps entropy_bonus overlong_buffer "
-                "dynamic_sampling seed save_steps")):  # fmt: skip
-            for name in names.split():
-                value = getattr(self, name)
-                if value is not None and not least <= value < float("inf"):
-                    raise ValueError(f"{name} is {value}, and must be at least {least}, and finite")
+            value, choices, low = getattr(self, f.name), get_args(f.type), least.get(f.name, 0)
+            if get_origin(f.type) is Literal and value not in choices:
+                raise ValueError(f"{f.name} is {value!r}, and must be one of {choices}")
+            if isinstance(value, Real) and not low <= value < float("inf"):
+                raise ValueError(f"{f.name} is {value}, and must be at least {low}, and finite")
         if self.num_mini_batches > self.prompts_per_step:
             raise ValueError("num_mini_batches is above prompts_per_step; groups are not divided")
-        if self.overlong_buffer > self.max_completion_length:
-            raise ValueError("overlong_buffer is above max_completion_length: all would be punished")
-        if self.overlong_buffer and self.mask_truncated_completions:
-            raise ValueError("overlong_buffer punishes what mask_truncated_completions spares: choose")
-        if self.kl_in_reward and (not self.beta or self.use_bias_correction_kl):
-            raise ValueError("kl_in_reward needs beta > 0, and leaves no KL in the loss to correct")
+        if not self.beta and (self.use_bias_correction_kl or self.kl_penalty_type != "low_var_kl"):
+            raise ValueError("beta is 0: there is no KL to estimate or to correct")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -821,14 +803,14 @@ def make_learner(model, config):
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     # AdamW shrinks all weights by 0.01 * learning rate in each step unless told otherwise.
     optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0)
-    budget = config.tokens_per_micro_batch or 8192
-    return Learner(model, reference, parameters, weights, optimizer, budget)
+    return Learner(model, reference, parameters, weights, optimizer,
+                   config.tokens_per_micro_batch or 8192)
 
 
 def score_rewards(reward_fn, rows, rollout, num_generations):
     """Call the reward function as TRL does. `rows` are the B rows of the data set; gives (B, G)
     rewards. Anything but one finite number for each completion is a ValueError that says where."""
-    texts, name = rollout.texts, f"reward function {getattr(reward_fn, '__name__', repr(reward_fn))}"
+    texts, name = rollout.texts, f"reward function {getattr(reward_fn, '__name__', reward_fn)}"
     columns = {key: [row[key] for row in rows for _ in range(num_generations)] for key in rows[0]}
     chats = [[{"role": "assistant", "content": text}] for text in texts]
     columns["completions"] = list(texts) if isinstance(rows[0]["prompt"], str) else chats
@@ -839,12 +821,10 @@ def score_rewards(reward_fn, rows, rollout, num_generations):
     except Exception as error:
         raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
     if not isinstance(rewards, (list, tuple)) or len(rewards) != len(texts):
-        raise ValueError(f"{name} gave {str(rewards)[:80]} (a {type(rewards).__name__}); wanted a list "
-                         f"of {len(texts)} numbers, one for each completion")
+        raise ValueError(f"{name} gave {str(rewards)[:99]}, wanted a list of {len(texts)} numbers")
     for i, reward in enumerate(rewards):
-        if not isinstance(reward, Real) or not abs(reward) < float("inf"):
-            raise ValueError(f"{name} gave {reward!r} at place {i}; wanted a finite number for the "
-                             f"completion {texts[i][:80]!r}")
+        if not isinstance(reward, Real) or not abs(reward) < 1e30:  # NaN is not below it either
+            raise ValueError(f"{name} gave {reward!r} at place {i}; wanted a finite number")
     return torch.tensor(rewards, dtype=torch.float64).view(len(rows), num_generations)
 
 
@@ -882,8 +862,7 @@ def fit_memory(work, learner, *rest):
             return work(learner, *rest)
         except torch.OutOfMemoryError as error:
             if learner.budget < 64:
-                raise RuntimeError("no memory for even one answer. What helps: gradient_checkpointing, "
-                                   "a smaller max_completion_length, beta=0") from error
+                raise RuntimeError("no memory for one answer: gradient_checkpointing?") from error
         learner.budget //= 2
         torch.cuda.empty_cache()
         tqdm.write(f"out of memory: {learner.budget} tokens in a micro-batch from here on")
@@ -892,6 +871,7 @@ def fit_memory(work, learner, *rest):
 @torch.no_grad()
 def score(learner, model, rollout, groups, config):
     """log-probs (N, T) of the rollout under `model`, without gradient: for pi_old and pi_ref."""
+    model.eval()  # with dropout pi_old would be another network
     logprobs = torch.zeros_like(rollout.logprobs)
     parts = micro_batches(rollout, groups, config.num_generations, learner.budget)
     for rows, k, ids, attention_mask, mask in parts:
@@ -904,29 +884,30 @@ def score(learner, model, rollout, groups, config):
 def accumulate(learner, rollout, groups, advantages, old_logprobs, ref_logprobs, settings, config):
     """The gradient of one update, micro-batch by micro-batch, into the master weights' .grad.
     `settings` are grpo_loss's. Gives the metrics as sums over tokens."""
+    model = learner.model
     learner.optimizer.zero_grad(set_to_none=False)
+    model.zero_grad(set_to_none=False)  # what a pass that ran out of memory has left
     # Dropout is off (eval) while learning too: with it, the ratio would compare two different
     # networks. Gradient checkpointing works in train mode only, so just its modules get that.
-    for module in learner.model.eval().modules():
+    for module in model.eval().modules():
         module.training = bool(getattr(module, "gradient_checkpointing", False))
-    sums = Counter()
+    results = []
     parts = micro_batches(rollout, groups, config.num_generations, learner.budget)
     for rows, k, ids, attention_mask, mask in parts:
-        T, k = mask.shape[1], 1 if config.gradient_checkpointing else k
-        logprobs, entropies = token_logprobs(learner.model, ids, attention_mask, T,
-                                             config.temperature, num_generations=k, return_entropy=True)
+        T, k = mask.shape[1], 1 if model.is_gradient_checkpointing else k
+        logprobs, entropies = token_logprobs(model, ids, attention_mask, T, config.temperature,
+                                             num_generations=k, return_entropy=True)
         # With one update per batch of answers, pi_old is pi_theta itself, held constant. The ratio
         # is then 1, but its gradient is not 0: d(ratio) = d(log pi_theta).
         old = logprobs.detach() if old_logprobs is None else old_logprobs[rows, :T]
         ref = None if ref_logprobs is None else ref_logprobs[rows, :T]
-        if config.mask_truncated_completions:
-            mask = mask & ~rollout.truncated[rows, None]
+        mask = mask & ~(rollout.truncated & config.mask_truncated_completions)[rows, None]
         loss, metrics = grpo_loss(logprobs, old, ref, advantages[rows], mask, entropies=entropies,
                                   **settings)
         if not loss.isfinite():
             bad = rows[int(logprobs.isfinite().all(dim=1).long().argmin())]
-            raise FloatingPointError(f"loss {loss.item()}, from question {bad // config.num_generations}"
-                                     f" of the step and its answer {rollout.texts[bad][:80]!r}")
+            raise FloatingPointError(f"loss {loss.item()} by answer {bad % config.num_generations} to "
+                                     f"question {bad // config.num_generations} of the step")
         loss.backward()
         for parameter, weight in zip(learner.parameters, learner.weights):
             if parameter is not weight and parameter.grad is not None:
@@ -934,28 +915,23 @@ def accumulate(learner, rollout, groups, advantages, old_logprobs, ref_logprobs,
                 parameter.grad = None
         metrics["entropy"] = masked_mean(entropies.detach(), mask).item()
         metrics["sampler_gap"] = masked_mean((rollout.logprobs[rows, :T] - old).abs(), mask).item()
-        # Losses are divided by the whole already and add up; the others are means over n tokens.
-        largest, n = max(sums.pop("ratio_max", 0.0), metrics.pop("ratio_max")), int(mask.sum())
-        sums.update({name: x * (1 if name == "loss" else n) for name, x in metrics.items()})
-        sums.update(tokens=n, ratio_max=largest)
-    return sums
+        results.append((int(mask.sum()), metrics))
+    return results
 
 
 def update(learner, rollout, advantages, ref_logprobs, config):
-    """Learn from a rollout: num_iterations passes, each of num_mini_batches updates. Gives metrics.
+    """Learn from a rollout: num_iterations passes of num_mini_batches updates each. Gives metrics.
 
     Advantages (N,), ref_logprobs (N, T) or None. The gradient of an update is that of its
     mini-batch as a whole, whatever the memory holds at once.
     """
-    G, mask = config.num_generations, rollout.completion_mask
-    if config.mask_truncated_completions:
-        mask = mask & ~rollout.truncated[:, None]
+    G, cut = config.num_generations, rollout.truncated & config.mask_truncated_completions
+    mask = rollout.completion_mask & ~cut[:, None]  # (N, T)
     tokens = mask.reshape(-1, G * mask.shape[1]).sum(dim=1).cpu()  # (B,) in each group's loss
     # A group of equal rewards has advantages of 0, and without KL no gradient at all. Its answers
     # need no forward and no backward pass. They still count in the divisor: nothing else changes.
-    teaches = (advantages.view(-1, G) != 0).any(dim=1)  # (B,)
-    if ref_logprobs is not None or config.entropy_bonus:
-        teaches = torch.ones_like(teaches)
+    everything = ref_logprobs is not None or config.entropy_bonus > 0
+    teaches = (advantages.view(-1, G) != 0).any(dim=1) | everything  # (B,)
     B, groups, old_logprobs = len(teaches), teaches.nonzero().flatten().tolist(), None
     if config.num_iterations * config.num_mini_batches > 1:
         # pi_old has to be written down before the first update moves pi_theta. It is the scorer's
@@ -963,8 +939,9 @@ def update(learner, rollout, advantages, ref_logprobs, config):
         # differences of the two, in bfloat16, do not look like a policy that has moved.
         old_logprobs = fit_memory(score, learner, learner.model, rollout, groups, config)
     # The settings of the loss bear the same names in the config.
-    settings, done = {k: v for k, v in vars(config).items() if k in grpo_loss.__kwdefaults__}, []
+    settings = {name: x for name, x in vars(config).items() if name in grpo_loss.__kwdefaults__}
     settings["beta"] = 0.0 if ref_logprobs is None else config.beta
+    results, norms = [], []
     for i in range(config.num_iterations * config.num_mini_batches):
         if i % config.num_mini_batches == 0:  # a new pass, in a new order
             order = torch.randperm(B) if config.num_mini_batches > 1 else torch.arange(B)
@@ -976,15 +953,13 @@ def update(learner, rollout, advantages, ref_logprobs, config):
         settings["divisor"] = wholes[config.loss_type]
         some = [g for g in part.tolist() if g in groups]
         try:
-            sums = fit_memory(accumulate, learner, rollout, some, advantages, old_logprobs,
-                              ref_logprobs, settings, config)
-            if sums["ratio_mean"] > (config.early_stop_imp_ratio or float("inf")) * sums["tokens"]:
-                continue
+            one = fit_memory(accumulate, learner, rollout, some, advantages, old_logprobs,
+                             ref_logprobs, settings, config)
             # All gradients together are one long vector. If it is longer than max_grad_norm it is
             # cut to that: a strange batch then costs one step in a wrong direction, no more.
-            norm = torch.nn.utils.clip_grad_norm_(learner.weights, config.max_grad_norm)
-            if not norm.isfinite():
-                raise FloatingPointError(f"gradient of norm {norm.item()}")
+            norm = torch.nn.utils.clip_grad_norm_(learner.weights, config.max_grad_norm).item()
+            if not norm < float("inf"):
+                raise FloatingPointError(f"gradient of norm {norm}")
         except FloatingPointError as error:
             learner.failed += 1
             tqdm.write(f"update skipped, {learner.failed} in a row: {error}")
@@ -995,14 +970,14 @@ def update(learner, rollout, advantages, ref_logprobs, config):
         for parameter, weight in zip(learner.parameters, learner.weights):
             if parameter is not weight:
                 parameter.data.copy_(weight)  # rounded to bfloat16
-        learner.failed, sums["grad_norm"] = 0, norm.item()
-        done.append(sums)
-    per = {"loss": max(len(done), 1), "grad_norm": max(len(done), 1)}  # the others, per token:
-    n = max(sum(sums["tokens"] for sums in done), 1)
-    names = ("loss", "kl", "clip_fraction", "entropy", "sampler_gap", "ratio_mean", "grad_norm")
-    return {**{name: sum(sums[name] for sums in done) / per.get(name, n) for name in names},
-            "ratio_max": max((sums["ratio_max"] for sums in done), default=0.0),
-            "skipped_updates": config.num_iterations * config.num_mini_batches - len(done)}
+        learner.failed, results, norms = 0, results + one, norms + [norm]
+    updates, tokens = max(len(norms), 1), max(sum(n for n, _ in results), 1)
+    names = ("kl", "clip_fraction", "entropy", "sampler_gap")  # means over all tokens of the step
+    return {"loss": sum(m["loss"] for _, m in results) / updates,
+            "grad_norm": sum(norms) / updates,
+            **{name: sum(n * m[name] for n, m in results) / tokens for name in names},
+            "ratio_max": max((m["ratio_max"] for _, m in results), default=0.0),
+            "skipped_updates": config.num_iterations * config.num_mini_batches - len(norms)}
 
 
 def join(first, second, keep):
@@ -1028,9 +1003,6 @@ def sample_and_score(learner, tokenizer, questions, reward_fn, count, config):
                             config.num_generations, temperature=config.temperature,
                             max_completion_length=config.max_completion_length)
     rewards = score_rewards(reward_fn, rows, rollout, config.num_generations)
-    if config.overlong_buffer:
-        lengths = rollout.completion_mask.sum(dim=1).view(rewards.shape).cpu()
-        rewards += overlong_penalty(lengths, config.max_completion_length, config.overlong_buffer)
     return rows, rollout, rewards
 
 
@@ -1046,15 +1018,12 @@ def train_step(learner, tokenizer, questions, reward_fn, config):
         keep += range(B, 2 * B - len(keep))  # the groups that teach, and the fresh ones
         rollout = join(rollout, fresh[1], [g * G + i for g in keep for i in range(G)])
         rows, rewards = [(rows + fresh[0])[g] for g in keep], torch.cat([rewards, fresh[2]])[keep]
-    sampled, scores, ref = time.perf_counter(), rewards, None
+    sampled, ref = time.perf_counter(), None
     if learner.reference is not None:
         ref = fit_memory(score, learner, learner.reference, rollout, range(B), config)
-    if config.kl_in_reward:  # k1 is right here: nobody differentiates a reward
-        kl = (rollout.logprobs - ref).masked_fill(~rollout.completion_mask, 0.0).sum(dim=1)
-        scores, ref = rewards - config.beta * kl.view(B, G).to(rewards), None
     # Every answer counts in its group's mean and std, those that were cut off too: to drop some of
     # them first would move the baseline of all the others.
-    advantages = group_scale(scores, config.scale_rewards)  # (B, G)
+    advantages = group_scale(rewards, config.scale_rewards)  # (B, G)
     metrics = update(learner, rollout, advantages.flatten().to(rollout.logprobs), ref, config)
     done, lengths = time.perf_counter(), rollout.completion_mask.sum(dim=1).double()
     learner.last = (rows, rollout.texts, rewards, advantages)
@@ -1097,18 +1066,17 @@ def save_checkpoint(path, step, learner, state, run):
     """All that a run needs to go on, in one file with nothing in it that could be executed. It is
     written beside and then renamed, so whatever kills the process, and whenever, the file at
     `path` is a whole checkpoint: this one, or the one before."""
-    tensors = {f"{i}": weight.detach() for i, weight in enumerate(learner.weights)}
-    for i, weight in enumerate(learner.weights):
-        tensors |= {f"{i} {key}": x for key, x in learner.optimizer.state[weight].items()}
+    state_of = learner.optimizer.state
+    tensors = {f"{i} {key}": x.detach() for i, weight in enumerate(learner.weights)
+               for key, x in {"weight": weight, **state_of[weight]}.items()}
     try:
         save_file(tensors, path + ".new", metadata={"json": json.dumps([step, state, run])})
         os.replace(path + ".new", path)
     except Exception as error:  # a full disk, in the words of whichever library met it
         if os.path.exists(path + ".new"):
             os.remove(path + ".new")
-        size = sum(x.numel() * x.element_size() for x in tensors.values()) / 1e9
-        raise OSError(f"no checkpoint of step {step}: {error}. It takes {size:.1f} GB at {path}. The "
-                      "one before is intact: make room, and resume from that") from error
+        raise OSError(f"step {step} not saved, {error}: make room, resume from the intact {path}"
+                      ) from error
 
 
 def load_checkpoint(path, learner, run):
@@ -1118,13 +1086,13 @@ def load_checkpoint(path, learner, run):
     for name in run:
         if run[name] != saved.get(name):
             raise ValueError(f"{path} has {name} {saved.get(name)}, this run has {run[name]}")
-    tensors = load_file(path)
-    for i, (parameter, weight) in enumerate(zip(learner.parameters, learner.weights)):
-        weight.data.copy_(tensors[f"{i}"])
-        parameter.data.copy_(weight)
-        adam = {key: tensors[f"{i} {key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-        adam |= {key: adam[key].to(weight.device) for key in ("exp_avg", "exp_avg_sq")}
-        learner.optimizer.state[weight] = adam  # its count of steps, and its two averages
+    for name, x in load_file(path).items():
+        i, key = name.split()
+        weight, parameter = learner.weights[int(i)], learner.parameters[int(i)]
+        if key == "weight":
+            weight.data.copy_(x), parameter.data.copy_(x)
+        else:  # Adam's two averages, and its count of steps, which stays on the CPU
+            learner.optimizer.state[weight][key] = x if key == "step" else x.to(weight.device)
     learner.questions_seen, learner.failed = state["questions_seen"], state["failed"]
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
     random.setstate((state["python"][0], tuple(state["python"][1]), state["python"][2]))
@@ -1136,42 +1104,46 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
     """The loop, as a generator: yields (metrics, learner) after each step, so that a caller can do
     what it likes in between: `for metrics, learner in training_steps(...): evaluate(...)`.
 
-    With an `output_dir` it writes settings.json, metrics.jsonl (a line a step) and, every
+    With an `output_dir` it writes metrics.jsonl (a line a step) and, every
     save_steps and at the end, a checkpoint; with `resume` it goes on from that. Ctrl-C finishes
     the step, saves and ends the loop; twice stops at once.
     """
-    bad = [i for i, row in enumerate(dataset)
-           if not row.get("prompt") or row.keys() != dataset[0].keys()]
-    if bad or len(dataset) == 0:
-        raise ValueError(f"data set of {len(dataset)} rows: {bad[:9]} lack a prompt or differ in columns")
+    rows = list(dataset)
+    bad = [i for i, r in enumerate(rows) if not r.get("prompt") or r.keys() != rows[0].keys()]
+    if bad or not rows:
+        raise ValueError(f"{len(rows)} rows of data, of which {bad[:9]} lack a prompt or a column")
     torch.manual_seed(config.seed)
+    # What a checkpoint has to have in common with the run that goes on from it.
     sizes = sum(p.detach().abs().sum(dtype=torch.float64).item() for p in model.parameters())
-    run = {**asdict(config), "model": f"{type(model).__name__} {sizes:.6e}", "rows": len(dataset)}
+    run = {**asdict(config), "model": f"{type(model).__name__} {sizes:.6e}",
+           "data": f"{len(rows)} rows {zlib.crc32(repr(rows).encode(errors='replace'))}"}
     learner, done = make_learner(model, config), 0
     # The library's formula for the schedule. One step on, or the first would be made at rate 0.
     rate = get_scheduler(config.lr_scheduler_type, learner.optimizer, config.warmup_steps,
                          config.steps + 1).lr_lambdas[0]
-    checkpoint, metrics_file = (os.path.join(output_dir or "", name)
-                                for name in ("checkpoint.safetensors", "metrics.jsonl"))
     if output_dir:
         os.makedirs(output_dir, exist_ok=True)
-        if os.path.exists(metrics_file) and not resume:
+        checkpoint = os.path.join(output_dir, "checkpoint.safetensors")
+        metrics_file = os.path.join(output_dir, "metrics.jsonl")
+        if os.path.exists(checkpoint) and not resume:
             raise ValueError(f"{output_dir} holds a run: resume it, or name another folder")
-        if os.path.exists(checkpoint):
-            done = load_checkpoint(checkpoint, learner, run)
+        done = load_checkpoint(checkpoint, learner, run) if os.path.exists(checkpoint) else 0
         # A killed run may have written more lines than its checkpoint knows of, the last in part.
-        lines = open(metrics_file).readlines()[:done] if done else []
-        open(metrics_file, "w").writelines(lines)
-        json.dump(run, open(os.path.join(output_dir, "settings.json"), "w"), indent=2)
-    questions = question_stream(dataset, config.seed, learner.questions_seen)
+        kept = open(metrics_file).readlines()[:done] if done else []
+        with open(metrics_file + ".new", "w") as file:
+            file.writelines(kept)
+        os.replace(metrics_file + ".new", metrics_file)
+    elif resume:
+        raise ValueError("resume needs the output_dir of the run")
+    questions = question_stream(rows, config.seed, learner.questions_seen)
     interrupted = []
 
     def on_interrupt(*_):
         tqdm.write("interrupted: this step is finished and saved first (again: stop at once)")
         interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler))
 
-    main_thread = threading.current_thread() is threading.main_thread()  # others get no signals
-    handler = signal.signal(signal.SIGINT, on_interrupt) if main_thread else None
+    listens = threading.current_thread() is threading.main_thread()  # other threads get no signals
+    handler = signal.signal(signal.SIGINT, on_interrupt) if listens else None
     bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, unit="step")
     try:
         for step in bar:
@@ -1179,7 +1151,7 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
             state = snapshot(learner)
             try:
                 metrics = train_step(learner, tokenizer, questions, reward_fn, config)
-            except Exception:  # whatever it was, what was learned is kept; resume repeats this step
+            except Exception:  # whatever it was: what was learned is kept, resume tries again
                 if output_dir and step > 1:
                     save_checkpoint(checkpoint, step - 1, learner, state, run)
                 raise
@@ -1194,7 +1166,7 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
             if interrupted:
                 break
     finally:
-        if main_thread:
+        if listens:
             signal.signal(signal.SIGINT, handler)
 
 
