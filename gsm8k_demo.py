@@ -14,15 +14,8 @@ All weights are trained. LoRA would save memory (Adam's and the gradients' share
 activations'), for another library and another set of knobs: peft has it, and TRL runs GRPO with it.
 """
 
-import argparse
-import json
-import math
-import os
-import random
-import re
-import sys
-import time
-from dataclasses import dataclass
+import argparse, json, math, os, random, re, sys, time  # noqa: E401
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Optional
 
@@ -48,6 +41,15 @@ SYSTEM_PROMPT = (
     "You are a helpful assistant. Solve the problem step by step, and put the final number, and "
     "nothing else, into \\boxed{}."
 )
+CHAT = """chat with it:
+    from transformers import pipeline
+    chat = pipeline("text-generation", "{output}")
+    messages = [{{"role": "system", "content": {system!r}}},
+                {{"role": "user", "content": "Tom has 3 boxes of 12 eggs and drops 5. How many?"}}]
+    print(chat(messages, max_new_tokens=512, do_sample=False)[0]["generated_text"][-1]["content"])"""
+
+
+MEASURING = dict(steps=5, show_steps=1, save_steps=0, eval_questions=0)  # what --random_weights sets
 
 
 @dataclass
@@ -138,39 +140,37 @@ def is_right(text, answer, lenient=False):
     return rule_reward(text, answer) == 1.5
 
 
-def evaluate(model, tokenizer, dataset, max_completion_length=512, batch_size=256, sampled=False):
-    """Accuracy on a data set with `prompt` and `answer` columns, greedy; see the keys below.
+def evaluate(model, tokenizer, dataset, max_completion_length=512, batch_size=256, sampled=False,
+             temperature=0):
+    """Accuracy on a data set with `prompt` and `answer` columns, greedy unless told otherwise.
 
-    `sampled` adds the accuracy at temperature 1, one answer to each question, without touching the
-    training's random numbers. Only greedy accuracy may flatter: it also rises when a model merely
-    becomes surer of what it did most often before.
+    `sampled` adds the accuracy at temperature 1, one answer to each question: greedy accuracy alone
+    flatters, since it also rises when a model merely becomes surer of what it did most often before.
+    Whatever is drawn here does not touch the training's random numbers.
     """
     answers, texts, samples, cut = dataset["answer"], [], [], 0
-    kwargs = {"max_completion_length": max_completion_length}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        for first in tqdm(range(0, len(dataset), batch_size), desc="evaluating", leave=False, disable=None):
+        torch.default_generator.manual_seed(0)
+        for first in tqdm(range(0, len(dataset), batch_size), "evaluating", leave=False, disable=None):
             prompts = dataset[first : first + batch_size]["prompt"]
-            rollout = sample_groups(model, tokenizer, prompts, 1, temperature=0, **kwargs)
-            texts += rollout.texts
-            cut += int(rollout.truncated.sum())
-            if sampled:
-                samples += sample_groups(model, tokenizer, prompts, 1, temperature=1.0, **kwargs).texts
-    total, right = len(answers), sum(map(is_right, texts, answers))
+            for t, kept in ((temperature, texts), (1.0, samples))[: 1 + sampled]:
+                rollout = sample_groups(model, tokenizer, prompts, 1, temperature=t,
+                                        max_completion_length=max_completion_length)
+                kept += rollout.texts
+                cut += int(rollout.truncated.sum()) * (kept is texts)
+    total, right = max(len(texts), 1), sum(map(is_right, texts, answers))
     lenient = sum(is_right(text, answer, lenient=True) for text, answer in zip(texts, answers))
-    result = {"questions": total, "accuracy": right / max(total, 1), "interval": wilson(right, total),
-              "lenient_accuracy": lenient / max(total, 1), "truncated": cut / max(total, 1)}
-    if sampled:
-        result["sampled_accuracy"] = sum(map(is_right, samples, answers)) / max(total, 1)
-    return result
+    result = {"questions": len(texts), "accuracy": right / total, "interval": wilson(right, len(texts)),
+              "lenient_accuracy": lenient / total, "truncated_fraction": cut / total}
+    return result | ({"sampled_accuracy": sum(map(is_right, samples, answers)) / total} if sampled else {})
 
 
 def say_result(name, result):
     """One line for a person."""
     low, high = result["interval"]
-    line = (f"{name:>9}: {result['accuracy']:6.1%} of {result['questions']} right, greedy and boxed "
-            f"(95 %: {low:.1%} to {high:.1%}); {result['lenient_accuracy']:.1%} if the last number counts")
-    return line + (f"; {result['sampled_accuracy']:.1%} sampled" if "sampled_accuracy" in result else "")
+    line = (f"{name:>9}: {result['accuracy']:.1%} of {result['questions']} right (95 %: {low:.1%} to "
+            f"{high:.1%}), {result['lenient_accuracy']:.1%} if an unboxed last number counts")
+    return line + (f"; sampled {result['sampled_accuracy']:.1%}" if "sampled_accuracy" in result else "")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -417,154 +417,156 @@ def show_group(learner, step, metrics):
     """Print one question and its group of answers, the first group that teaches something."""
     rows, texts, rewards, advantages = learner.last
     g, G = int((advantages == 0).all(dim=1).long().argmin()), rewards.shape[1]
-    tqdm.write(f"\nstep {step}: {rows[g]['prompt'][-1]['content'][:300]}  (answer {rows[g].get('answer')})")
+    tqdm.write(f"\nstep {step}: {rows[g]['prompt'][-1]['content'][:300]}  (answer {rows[g]['answer']})")
     for i in rewards[g].argsort(descending=True).tolist():
         text = " ".join(texts[g * G + i].split())
         text = text if len(text) < 150 else f"{text[:60]} ... {text[-85:]}"
         tqdm.write(f"  reward {rewards[g, i]:.1f}  advantage {advantages[g, i]:+.2f}  {text}")
-    tqdm.write(
-        f"  this step: sampling {metrics['sample_seconds']:.1f} s, update {metrics['update_seconds']:.1f} s, "
-        f"{metrics['tokens_per_second']:.0f} tokens/s; equal groups {metrics['zero_variance_fraction']:.0%}, "
-        f"cut off {metrics['truncated_fraction']:.0%}, kl {metrics['kl']:.4f}")
+    memory = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0
+    tqdm.write("  sampling {sample_seconds:.1f} s, update {update_seconds:.1f} s, {tokens_per_second:.0f} "
+               "tokens/s, equal groups {zero_variance_fraction:.0%}, cut off {truncated_fraction:.0%}, "
+               "kl {kl:.4f}".format(**metrics) + (f", peak {memory:.1f} GB" if memory else ""))
+
+
+def warn(history):
+    """What should stop a person after a few steps, rather than after a night."""
+    if all(m["truncated_fraction"] == 1 for m in history):
+        tqdm.write("warning: every answer is cut off, and a cut answer earns nothing: raise "
+                   "--max_completion_length")
+    if all(m["zero_variance_fraction"] == 1 for m in history):
+        tqdm.write("warning: all answers to a question earn the same, so there is nothing to learn from. "
+                   "Too hard, too easy, or never boxed? samples.jsonl has them")
 
 
 def run(config, demo, rehearsing):
-    """The whole of it: load, check, evaluate, train, evaluate, save. Gives the contents of results.json."""
+    """All of it: load, check, evaluate, train, evaluate, save. Gives the contents of results.json."""
     started = time.perf_counter()
     output = demo.output or os.path.join("runs", time.strftime("%Y%m%d-%H%M%S"))
     os.makedirs(output, exist_ok=True)
     if rehearsing:
+        torch.set_num_threads(1)  # matrices this small are done before a second thread has woken up
         model, tokenizer, train_data, test_data = rehearsal(config.seed)
         dtype = torch.float32
-        print(f"made and pre-trained a tiny model: {time.perf_counter() - started:.0f} s")
+        print(f"a tiny model, made and pre-trained on the spot in {time.perf_counter() - started:.0f} s")
     else:
         train_data, test_data = load_gsm8k(demo.data)
-        model, tokenizer, dtype = load_model(demo.model or MODEL, demo.random_weights, config.max_completion_length)
+        model, tokenizer, dtype = load_model(demo.model or MODEL, demo.random_weights,
+                                             config.max_completion_length)
     if demo.eval_questions is not None:
         test_data = test_data.select(range(min(demo.eval_questions, len(test_data))))
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters on {model.device}, "
-          f"{len(train_data)} questions to learn from, {len(test_data)} to be tested on; the run is in {output}")
-    if demo.random_weights:
-        print("random weights, random rewards: this measures what a run costs, and learns nothing")
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters on {model.device}; "
+          f"{len(train_data)} questions to learn from, {len(test_data)} to be tested on; all in {output}")
     preflight(model, tokenizer, train_data, config)
+    with open(os.path.join(output, "settings.json"), "w") as file:
+        json.dump(asdict(config) | asdict(demo), file, indent=2)
 
     def judge():
-        return evaluate(model, tokenizer, test_data, config.max_completion_length, sampled=rehearsing)
+        return evaluate(model, tokenizer, test_data, config.max_completion_length, sampled=rehearsing,
+                        temperature=1.0 if demo.random_weights else 0)
 
-    def note(step, rows, texts, rewards):
+    def keep_samples(step, rows, texts, rewards):
         with open(os.path.join(output, "samples.jsonl"), "a") as file:
-            for row, answers, scores in zip(rows, texts, rewards):
-                sample = {"step": step, "prompt": row["prompt"], "completions": answers, "rewards": scores}
+            for row, some, earned in zip(rows, texts, rewards):
+                sample = {"step": step, "prompt": row["prompt"], "completions": some, "rewards": earned}
                 file.write(json.dumps(sample) + "\n")
 
-    def transcripts(step):  # the same few questions, before and after
-        few = test_data.select(range(min(3, len(test_data))))
-        texts = sample_groups(model, tokenizer, few["prompt"], 1, temperature=0,
+    def answer_three(step):  # the same questions before and after
+        three = test_data.select(range(min(3, len(test_data))))
+        texts = sample_groups(model, tokenizer, three["prompt"], 1, temperature=0,
                               max_completion_length=config.max_completion_length).texts
-        note(step, few, [[text] for text in texts], [[r] for r in boxed_reward(None, texts, few["answer"])])
-        return texts
+        rewards = boxed_reward(None, texts, three["answer"])
+        keep_samples(step, three, [[text] for text in texts], [[reward] for reward in rewards])
+        return list(zip(three, texts))
 
     results_file = os.path.join(output, "results.json")
     results = json.load(open(results_file)) if demo.resume and os.path.exists(results_file) else {}
 
-    def keep():
+    def keep_results():
         results["seconds"] = round(time.perf_counter() - started, 1)
         with open(results_file, "w") as file:
             json.dump(results, file, indent=2)
 
     eval_started = time.perf_counter()
-    texts_before = transcripts(0) if len(test_data) else []
-    if "before" not in results:
-        results["before"] = judge()
+    before = answer_three(0) if len(test_data) else []
+    results.setdefault("before", None) or results.update(before=judge())
     eval_seconds = time.perf_counter() - eval_started
     print(say_result("before", results["before"]))
-    keep()
-
-    history, shares = [], []
-    for metrics, learner in training_steps(model, tokenizer, train_data, random_reward if demo.random_weights
-                                           else boxed_reward, config, output, demo.resume):
+    keep_results()
+    history, habits, step = [], [], 0
+    reward = random_reward if demo.random_weights else boxed_reward
+    for metrics, learner in training_steps(model, tokenizer, train_data, reward, config, output,
+                                           demo.resume):
         history.append(metrics)
         step = metrics["step"]
         if rehearsing:
-            shares.append([habit(text) for text in learner.last[1]])
+            habits.append([habit(text) for text in learner.last[1]])
         if len(history) == 1:
-            seconds = metrics["sample_seconds"] + metrics["update_seconds"]
-            evals = 1 + (config.steps // demo.eval_every if demo.eval_every else 0)
-            tqdm.write(f"step {step} took {seconds:.1f} s: the run about {seconds * (config.steps - step) / 60:.0f} "
-                       f"minutes, and {evals} evaluations of {eval_seconds:.0f} s each")
-        if len(history) == 3 and min(m["truncated_fraction"] for m in history) == 1.0:
-            tqdm.write("warning: every answer is cut off, and a cut answer earns nothing; "
-                       "raise --max_completion_length")
-        if len(history) == 3 and min(m["zero_variance_fraction"] for m in history) == 1.0:
-            tqdm.write("warning: all answers to a question earn the same, so nothing is learned; look at "
-                       "the answers in samples.jsonl: too hard, too easy, or never boxed?")
+            minutes = (metrics["sample_seconds"] + metrics["update_seconds"]) * (config.steps - step) / 60
+            count = 1 + (config.steps // demo.eval_every if demo.eval_every else 0)
+            tqdm.write(f"about {minutes:.0f} minutes to go, and {count} x {eval_seconds:.0f} s of evaluation")
+        if len(history) == 3:
+            warn(history)
         if demo.show_steps and (step == 1 or step % demo.show_steps == 0):
             show_group(learner, step, metrics)
-            rows, texts, rewards, _ = learner.last
-            note(step, rows[:1], [texts[: config.num_generations]], rewards[:1].tolist())
+            keep_samples(step, learner.last[0][:1], [learner.last[1][: config.num_generations]],
+                         learner.last[2][:1].tolist())
         if demo.eval_every and step % demo.eval_every == 0 and step < config.steps:
             result = {"step": step, **judge()}
             tqdm.write(say_result(f"step {step}", result))
             if result["accuracy"] > results.get("best", {"accuracy": -1})["accuracy"]:
                 results["best"] = result
                 save_model(model, tokenizer, os.path.join(output, "best"), dtype)
-            keep()
-    if history and history[-1]["step"] < config.steps:
-        print(f"stopped after step {history[-1]['step']}; go on with --output {output} --resume")
+            keep_results()
+    if history and step < config.steps:
+        print(f"stopped after step {step}; go on with --output {output} --resume")
         return results
     results["after"] = judge()
-    keep()
+    keep_results()
     if not demo.random_weights:
         save_model(model, tokenizer, output, dtype)
-    for row, old, new in zip(test_data, texts_before, transcripts(config.steps)):
+    for (row, old), (_, new) in zip(before, answer_three(config.steps) if before else []):
         print(f"\n{row['prompt'][-1]['content']}  (answer {row['answer']})\n  before: {old}\n  after:  {new}")
-    curves = [("reward", [m["reward_mean"] for m in history]),
-              ("tokens", [m["completion_length"] for m in history])]
-    curves += [(name, [step.count(name) / len(step) for step in shares]) for name in (*dict.fromkeys(HABITS), "other") if shares]
-    print("\nover the steps, first to last (each curve from its lowest to its highest):")
-    for name, values in curves:
-        if values:
-            print(f"{name:>14} {sparkline(values)}")
+    curves = {name: [m[key] for m in history] for name, key in
+              (("reward", "reward_mean"), ("tokens", "completion_length"))}
+    curves |= {name: [step.count(name) / len(step) for step in habits]
+               for name in (*dict.fromkeys(HABITS), "other") if habits}
+    print("\nfrom the first step to the last, each curve from its lowest value to its highest:")
+    print("\n".join(f"{name:>14} {sparkline(values)}" for name, values in curves.items() if values))
     print("\n" + say_result("before", results["before"]) + "\n" + say_result("after", results["after"]))
     if "best" in results:
-        best = results["best"]
-        print(f"best during the run: {best['accuracy']:.1%} after step {best['step']}, in {output}/best "
-              "(chosen on these test questions, so a little flattered)")
-    print(f"everything took {results['seconds']:.0f} s and is in {output}")
+        print(say_result("best", results["best"]) + f", after step {results['best']['step']}: {output}/best"
+              " (chosen on these very questions, so a little flattered)")
+    print(f"{results['seconds']:.0f} s in all; model, metrics.jsonl and samples.jsonl are in {output}")
     if rehearsing:
-        print("What this shows: GRPO found, by its score alone, the habit that works, and made it the rule.\n"
-              "What it does not: that it taught arithmetic. The little model could do the sums before; its\n"
-              "low start was made, by a corpus in which most answers stop halfway.")
+        print("What this shows: by its score alone, GRPO found the habit that works and made it the rule.\n"
+              "What it does not show: that it taught arithmetic. The tiny model could do the sums before;\n"
+              "its low start was made, by texts most of which stop halfway.")
     elif not demo.random_weights:
-        print(f'''chat with it:
-    from transformers import pipeline
-    chat = pipeline("text-generation", "{output}")
-    messages = [{{"role": "system", "content": {SYSTEM_PROMPT!r}}},
-                {{"role": "user", "content": "A robe takes 2 bolts of blue and half that of white. How many?"}}]
-    print(chat(messages, max_new_tokens=512, do_sample=False)[0]["generated_text"][-1]["content"])''')
+        print(CHAT.format(output=output, system=SYSTEM_PROMPT))
     return results
 
 
 def main():
+    """Read the flags, decide between the real thing and the rehearsal, and say what went wrong."""
     parser = HfArgumentParser((GRPOConfig, DemoConfig), description=__doc__,
-                                           formatter_class=argparse.RawDescriptionHelpFormatter)
+                              formatter_class=argparse.RawDescriptionHelpFormatter)
     try:
         config, demo = parser.parse_args_into_dataclasses()
         gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
         rehearsing = demo.rehearsal or not (gpu or demo.model or demo.data or demo.random_weights)
-        if rehearsing:
-            if not demo.rehearsal:
-                print("no GPU here, so this is the rehearsal: a tiny model that learns on the CPU. The real "
-                      "thing also runs without one, for days: --model Qwen/Qwen2.5-0.5B-Instruct")
-            parser.set_defaults(**REHEARSAL)  # and parse again, so that what was typed still wins
-            config, demo = parser.parse_args_into_dataclasses()
+        if rehearsing and not demo.rehearsal:
+            print("no GPU here, so this is the rehearsal: a tiny model that learns on the CPU. The real "
+                  f"thing would take days without one: --model {MODEL}")
+        # What was typed still wins over these when the flags are read again.
+        parser.set_defaults(**REHEARSAL if rehearsing else MEASURING if demo.random_weights else {})
+        config, demo = parser.parse_args_into_dataclasses()
         if demo.resume and not demo.output:
             raise ValueError("--resume needs --output: which run?")
         run(config, demo, rehearsing)
-    except (ValueError, OSError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            error = ("out of memory while sampling or evaluating. Smaller --prompts_per_step or "
-                     "--max_completion_length help there; --random_weights measures before you try")
+    except torch.OutOfMemoryError:
+        sys.exit("\nstopped: out of memory while sampling. A smaller --max_completion_length or "
+                 "--prompts_per_step helps; --random_weights tries it out in a minute")
+    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
         sys.exit(f"\nstopped: {error}")
 
 
