@@ -230,7 +230,7 @@ def sample_groups(model, tokenizer, prompts, num_generations, *, max_completion_
     B, N, widths = len(prompts), len(prompts) * G, [len(ids) for ids in encoded]
     P, context = max(widths), getattr(model.config, "max_position_embeddings", None)
     if context and P + T > context:
-        raise ValueError(f"prompt {widths.index(P)}: {P} + {T} tokens exceed the context {context}")
+        raise ValueError(f"prompt {widths.index(P)}: {P} + {T} tokens, but a context of {context}")
 
     # Pad the prompts on the left, so that all of them end, and all answers begin, in one column.
     # Any id will do as padding, even an end token: what is real is said by masks made from
@@ -632,9 +632,9 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
 #               max_grad_norm bound it), and use_valid_token_scale divides advantages by the number
 #               of tokens, which under a sum over tokens is the mean that "grpo" takes anyway.
 #   PPO         subtracts the KL from the reward: R_i - beta * sum over t of log(pi_old / pi_ref).
-#               (k1 is right there: nobody differentiates a reward.) Left out: the group's std would
-#               rescale it, and every token would be blamed for the drift of one. And it trains a
-#               critic V, for A_t = delta_t + gamma * lambda * A_t+1 with delta_t = r_t + gamma *
+#               (k1 is right there: nobody differentiates a reward.) Left out: the group's std
+#               would rescale it, and every token would be blamed for the drift of one. And it
+#               trains a critic V, for A_t = delta_t + gamma * lambda * A_t+1 with delta_t = r_t + gamma *
 #               V_t+1 - V_t (GAE). If r_t = 1, V_t = 5, V_t+1 = 5.5 and gamma = 0.99, delta_t is
 #               1.445. If the only reward, R, comes at the end, and gamma = lambda = 1, the sum
 #               telescopes to A_t = R - V_t. With the group's mean in place of V_t that is GRPO's
@@ -888,13 +888,14 @@ def accumulate(learner, rollout, groups, advantages, old_logprobs, ref_logprobs,
     learner.optimizer.zero_grad(set_to_none=False)
     model.zero_grad(set_to_none=False)  # what a pass that ran out of memory has left
     # Dropout is off (eval) while learning too: with it, the ratio would compare two different
-    # networks. Gradient checkpointing works in train mode only, so just its modules get that.
-    for module in model.eval().modules():
-        module.training = bool(getattr(module, "gradient_checkpointing", False))
+    # networks. Gradient checkpointing works in train mode only, so just those modules get it.
+    keen = [m for m in model.eval().modules() if getattr(m, "gradient_checkpointing", False)]
+    for module in keen:
+        module.training = True
     results = []
     parts = micro_batches(rollout, groups, config.num_generations, learner.budget)
     for rows, k, ids, attention_mask, mask in parts:
-        T, k = mask.shape[1], 1 if model.is_gradient_checkpointing else k
+        T, k = mask.shape[1], 1 if keen else k
         logprobs, entropies = token_logprobs(model, ids, attention_mask, T, config.temperature,
                                              num_generations=k, return_entropy=True)
         # With one update per batch of answers, pi_old is pi_theta itself, held constant. The ratio
@@ -906,8 +907,8 @@ def accumulate(learner, rollout, groups, advantages, old_logprobs, ref_logprobs,
                                   **settings)
         if not loss.isfinite():
             bad = rows[int(logprobs.isfinite().all(dim=1).long().argmin())]
-            raise FloatingPointError(f"loss {loss.item()} by answer {bad % config.num_generations} to "
-                                     f"question {bad // config.num_generations} of the step")
+            raise FloatingPointError(f"loss {loss.item()} by row {bad}, an answer to question "
+                                     f"{bad // config.num_generations} of the step")
         loss.backward()
         for parameter, weight in zip(learner.parameters, learner.weights):
             if parameter is not weight and parameter.grad is not None:

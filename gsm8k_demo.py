@@ -11,7 +11,8 @@ The training itself is grpo.py's; here is what stands around it: data, prompts, 
 that cost seconds before hours are spent, and the rehearsal.
 
 All weights are trained. LoRA would save memory (Adam's and the gradients' share, not the
-activations'), for another library and another set of knobs: peft has it, and TRL runs GRPO with it.
+activations'), for another library and another set of knobs: peft has it, and TRL runs GRPO with
+it.
 """
 
 import argparse, json, math, os, random, re, sys, time  # noqa: E401
@@ -30,12 +31,13 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gener
 from grpo import GRPOConfig, knob, rule_reward, sample_groups, token_logprobs, training_steps
 
 # The defaults of the real run are GRPOConfig's: 32 questions x 8 answers = 256 answers a step at
-# learning rate 1e-6, 512 tokens, temperature 1, clip 0.2. Evidence: verl's baseline trains this model
-# on this data at 1e-6 with 256 prompts a step (36 % -> 46 % after 39 steps, 53 % after 99, at most
-# 58 %), and a scaling study takes Qwen3-0.6B from 41 % to 68 % in 56 steps at the same rate. Most of
-# the gain comes early, so 300 steps are plenty. On a GPU, sampling 256 answers takes hardly longer
-# than sampling 8, since each token waits for the launch of kernels and not for arithmetic. A cap of
-# 512 tokens: at 256, more than half of this model's answers are cut off, and earn nothing.
+# learning rate 1e-6, 512 tokens, temperature 1, clip 0.2. Evidence: verl's baseline trains this
+# model on this data at 1e-6 with 256 prompts a step (36 % -> 46 % after 39 steps, 53 % after 99,
+# at most 58 %), and a scaling study takes Qwen3-0.6B from 41 % to 68 % in 56 steps at the same
+# rate. Most of the gain comes early, so 300 steps are plenty. On a GPU, sampling 256 answers
+# takes hardly longer than sampling 8, since each token waits for the launch of kernels and not
+# for arithmetic. A cap of 512 tokens: at 256, more than half of this model's answers are cut off,
+# and earn nothing.
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 SYSTEM_PROMPT = (
     "You are a helpful assistant. Solve the problem step by step, and put the final number, and "
@@ -46,24 +48,24 @@ CHAT = """chat with it:
     chat = pipeline("text-generation", "{output}")
     messages = [{{"role": "system", "content": {system!r}}},
                 {{"role": "user", "content": "Tom has 3 boxes of 12 eggs and drops 5. How many?"}}]
-    print(chat(messages, max_new_tokens=512, do_sample=False)[0]["generated_text"][-1]["content"])"""
+    print(chat(messages, max_new_tokens=512)[0]["generated_text"][-1]["content"])"""
 
 
-MEASURING = dict(steps=5, show_steps=1, save_steps=0, eval_questions=0)  # what --random_weights sets
+MEASURING = dict(steps=5, show_steps=1, save_steps=0, eval_questions=0)  # --random_weights sets it
 
 
 @dataclass
 class DemoConfig:
     """What this script is to do; all else is GRPOConfig's."""
 
-    model: Optional[str] = knob(None, f"a causal LM with a chat template, or its folder; default: {MODEL}")
-    data: Optional[str] = knob(None, "a folder with train.jsonl and test.jsonl; default: openai/gsm8k")
+    model: Optional[str] = knob(None, "a causal LM with a chat template, or its folder")
+    data: Optional[str] = knob(None, "a folder with train.jsonl and test.jsonl")
     rehearsal: bool = knob(False, "a tiny model on made-up problems, offline, in about a minute")
-    random_weights: bool = knob(False, "true shapes, random weights and rewards: measures, learns nothing")
+    random_weights: bool = knob(False, "true shapes, random weights: measures, learns nothing")
     output: Optional[str] = knob(None, "folder of the run; default: a new one in runs/")
     resume: bool = knob(False, "go on from the last checkpoint in --output")
     eval_questions: Optional[int] = knob(None, "test questions to evaluate on; default: all")
-    eval_every: int = knob(0, "evaluate every so many steps too, and keep the best model; 0: do not")
+    eval_every: int = knob(0, "evaluate every so many steps too, and keep the best model")
     show_steps: int = knob(10, "show one group of answers every so many steps; 0: never")
 
 
@@ -73,23 +75,21 @@ class DemoConfig:
 
 
 def boxed_reward(prompts, completions, answer, **columns):
-    """`rule_reward` over a batch, as GRPO (and TRL) call it: completions as strings or as chats."""
+    """`rule_reward` over a batch, as GRPO and TRL call it: completions as strings or as chats."""
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
     return [rule_reward(text, right) for text, right in zip(texts, answer)]
 
 
 def read_jsonl(path):
     """The objects in a .jsonl file; a ValueError names the line that is none."""
-    rows = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-                rows.append({"question": str(row["question"]), "answer": str(row["answer"])})
+                yield {"question": str(row["question"]), "answer": str(row["answer"])}
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: wanted a JSON object with a question and an "
-                                 f"answer, found {line[:60]!r} ({error!r}); mend or delete it") from error
-    return rows
+                raise ValueError(f"{path}, line {number}: no JSON object with question and answer "
+                                 f"({error!r}) in {line[:60]!r}. Mend or delete it") from error
 
 
 def load_gsm8k(folder=None):
@@ -100,10 +100,9 @@ def load_gsm8k(folder=None):
         try:
             data = load_dataset("openai/gsm8k", "main")
         except Exception as error:
-            raise OSError("cannot load openai/gsm8k. Without a network, put GSM8K's train.jsonl and "
-                          "test.jsonl into a folder and name it with --data, or see the same code at "
-                          f"work with --rehearsal. ({type(error).__name__}: {error})") from error
-        parts = [list(data["train"]), list(data["test"])]
+            raise OSError(f"cannot load openai/gsm8k ({error}). Without a network: --data and a folder "
+                          "with GSM8K's train.jsonl and test.jsonl, or --rehearsal") from error
+        parts = [data["train"], data["test"]]
 
     def prepare(row):
         # GSM8K's solutions end in "#### 1,234".
@@ -126,14 +125,13 @@ def wilson(right, total):
     """Wilson's 95 % interval [low, high] of a share: honest near 0 and 1 and for few questions."""
     if total == 0:
         return [0.0, 1.0]
-    z, share = 1.96, right / total
-    middle = share + z * z / (2 * total)
-    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    return [max(0.0, (middle - half) / (1 + z * z / total)), min(1.0, (middle + half) / (1 + z * z / total))]
+    share, z2 = right / total, 1.96**2 / total
+    half = math.sqrt(share * (1 - share) * z2 + z2 * z2 / 4)
+    return [max(0.0, share + z2 / 2 - half) / (1 + z2), (share + z2 / 2 + half) / (1 + z2)]
 
 
 def is_right(text, answer, lenient=False):
-    """Strict: the last box holds the answer. Lenient: where nothing is boxed, the last number counts."""
+    """Strict: the last box holds the answer. Lenient: if nothing is boxed, the last number does."""
     if lenient and rule_reward(text, answer) == 0.0:
         numbers = re.findall(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?", text)
         text = f"\\boxed{{{numbers[-1].rstrip(',')}}}" if numbers else ""
@@ -144,14 +142,14 @@ def evaluate(model, tokenizer, dataset, max_completion_length=512, batch_size=25
              temperature=0):
     """Accuracy on a data set with `prompt` and `answer` columns, greedy unless told otherwise.
 
-    `sampled` adds the accuracy at temperature 1, one answer to each question: greedy accuracy alone
-    flatters, since it also rises when a model merely becomes surer of what it did most often before.
-    Whatever is drawn here does not touch the training's random numbers.
+    `sampled` adds the accuracy at temperature 1, one answer to each question: greedy accuracy
+    alone flatters, since it also rises when a model merely becomes surer of what it did most
+    often before. Whatever is drawn here does not touch the training's random numbers.
     """
     answers, texts, samples, cut = dataset["answer"], [], [], 0
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        for first in tqdm(range(0, len(dataset), batch_size), "evaluating", leave=False, disable=None):
+        for first in tqdm(range(0, len(dataset), batch_size), "evaluating", leave=False):
             prompts = dataset[first : first + batch_size]["prompt"]
             for t, kept in ((temperature, texts), (1.0, samples))[: 1 + sampled]:
                 rollout = sample_groups(model, tokenizer, prompts, 1, temperature=t,
@@ -160,17 +158,21 @@ def evaluate(model, tokenizer, dataset, max_completion_length=512, batch_size=25
                 cut += int(rollout.truncated.sum()) * (kept is texts)
     total, right = max(len(texts), 1), sum(map(is_right, texts, answers))
     lenient = sum(is_right(text, answer, lenient=True) for text, answer in zip(texts, answers))
-    result = {"questions": len(texts), "accuracy": right / total, "interval": wilson(right, len(texts)),
-              "lenient_accuracy": lenient / total, "truncated_fraction": cut / total}
-    return result | ({"sampled_accuracy": sum(map(is_right, samples, answers)) / total} if sampled else {})
+    result = {"questions": len(texts), "accuracy": right / total,
+              "interval": wilson(right, len(texts)), "lenient_accuracy": lenient / total,
+              "truncated_fraction": cut / total}
+    if sampled:
+        result["sampled_accuracy"] = sum(map(is_right, samples, answers)) / total
+    return result
 
 
 def say_result(name, result):
     """One line for a person."""
     low, high = result["interval"]
     line = (f"{name:>9}: {result['accuracy']:.1%} of {result['questions']} right (95 %: {low:.1%} to "
-            f"{high:.1%}), {result['lenient_accuracy']:.1%} if an unboxed last number counts")
-    return line + (f"; sampled {result['sampled_accuracy']:.1%}" if "sampled_accuracy" in result else "")
+            f"{high:.1%}), {result['lenient_accuracy']:.1%} if unboxed numbers count")
+    sampled = result.get("sampled_accuracy")
+    return line if sampled is None else f"{line}, {sampled:.1%} sampled"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -180,7 +182,8 @@ def say_result(name, result):
 
 def load_model(name, random_weights=False, max_completion_length=512):
     """(model, tokenizer, dtype of the checkpoint), on the GPU if there is one."""
-    device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    mps = torch.backends.mps.is_available()
+    device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         config = AutoConfig.from_pretrained(name)
@@ -189,14 +192,14 @@ def load_model(name, random_weights=False, max_completion_length=512):
         else:
             # On a bf16 card in the checkpoint's dtype, so that it is judged as it will be trained;
             # training makes its own float32 copies. Safetensors only: the older format runs code.
-            dtype = "auto" if device == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+            bf16 = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+            dtype = "auto" if bf16 else torch.float32
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError) as error:
-        raise OSError(f"cannot load {name}: {error}\nIs the network there, and the name right? A local "
-                      f"folder works offline with --model; --rehearsal needs nothing at all.") from error
+        raise OSError(f"cannot load {name}: {error}\nIs the network there, and the name right? A "
+                      "local folder works offline; --rehearsal needs nothing at all") from error
     if tokenizer.chat_template is None:
-        raise ValueError(f"{name} has no chat template, so it does not know how a question begins and "
-                         f"ends. Take an instruction-tuned model, such as {MODEL}.")
+        raise ValueError(f"{name} has no chat template: take an instruction-tuned model, like {MODEL}")
     model.to(device)
     if random_weights:
         # Its end tokens do not stand in config.json but in generation_config.json.
@@ -206,15 +209,17 @@ def load_model(name, random_weights=False, max_completion_length=512):
         head = model.get_output_embeddings()
         with torch.no_grad():
             level = model(torch.arange(64, device=device)[None]).logits.logsumexp(dim=-1).mean()
-        head.bias = torch.nn.Parameter(torch.zeros(head.out_features, device=device), requires_grad=False)
-        head.bias.data[tokenizer.eos_token_id] = level - math.log(0.74 * max_completion_length)
+        bias = torch.zeros(head.out_features, device=device)
+        bias[tokenizer.eos_token_id] = level - math.log(0.74 * max_completion_length)
+        head.bias = torch.nn.Parameter(bias, requires_grad=False)
     return model, tokenizer, config.dtype or torch.float32
 
 
 def save_model(model, tokenizer, folder, dtype):
     """In the Hugging Face format and the checkpoint's own dtype, generation settings included."""
     computes_in, model.config.dtype = model.config.dtype, dtype
-    model.save_pretrained(folder, state_dict={n: p.detach().to(dtype) for n, p in model.named_parameters()})
+    state = {name: p.detach().to(dtype) for name, p in model.named_parameters()}
+    model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
     model.config.dtype = computes_in
 
@@ -227,31 +232,35 @@ def random_reward(prompts, completions, **columns):
 def preflight(model, tokenizer, dataset, config):
     """Seconds before hours: is the reward right on right answers, do sampler and scorer agree?"""
     solved = [f"{row.get('solution', '')} \\boxed{{{row['answer']}}}" for row in dataset]
-    wrong = [i for i, r in enumerate(boxed_reward(None, solved, dataset["answer"])) if r != 1.5]
-    if wrong:
-        raise ValueError(f"the reference solution of question {wrong[0]} does not earn 1.5: {solved[wrong[0]]!r}")
+    for text, reward in zip(solved, boxed_reward(None, solved, dataset["answer"])):
+        if reward != 1.5:
+            raise ValueError(f"this reference solution earns {reward} instead of 1.5: {text!r}")
     with torch.no_grad():
         r = sample_groups(model, tokenizer, dataset[:2]["prompt"], 2, max_completion_length=32,
                           temperature=config.temperature)
         scored = token_logprobs(model, r.input_ids, r.attention_mask, r.logprobs.shape[1],
                                 config.temperature, num_generations=2)
     gap = (scored - r.logprobs)[r.completion_mask].abs().mean().item()
-    print(f"checks: {len(solved)} reference solutions earn 1.5; sampler and scorer differ by {gap:.1e} nats")
+    print(f"checks: {len(solved)} reference solutions earn 1.5; sampler and scorer are "
+          f"{gap:.1e} nats apart")
     if gap > 0.1:
-        raise ValueError(f"sampler and scorer differ by {gap:.3f} nats a token: the ratio would be noise. "
-                         "Does this model need other masks or positions than grpo.py gives it?")
+        raise ValueError(f"{gap:.3f} nats are too much: the ratio would be noise. Does this model take "
+                         "other masks or positions than grpo.py gives it?")
 
 
 # ------------------------------------------------------------------------------------------------
 # The rehearsal: a tiny world in which GRPO can be watched from start to end on a CPU, offline
 #
-# A language model has to be there before it can be reinforced, so one is made in seconds: a Qwen2 with
-# a quarter of a million weights and a tokenizer of its own, pre-trained on made-up word problems of
-# two steps. It learns the arithmetic well, and from its texts a bad habit with it: most of them
-# stop after the first step and box that. GRPO's job is the habit, not the arithmetic: it can only
-# make likelier what the model already does now and then.
+# A language model has to be there before it can be reinforced, so one is made in seconds: a Qwen2
+# with a quarter of a million weights and a tokenizer of its own, pre-trained on made-up word
+# problems of two steps. It learns the arithmetic well, and from its texts a bad habit with it:
+# most of them stop after the first step and box that. GRPO's job is the habit, not the
+# arithmetic: it can only make likelier what the model already does now and then.
 # ------------------------------------------------------------------------------------------------
 
+HONEST = """What this shows: by its score alone, GRPO found the habit that works and made it the rule.
+What it does not show: that it taught arithmetic. The tiny model could do the sums before; its low
+start was made, by texts most of which stop halfway."""
 # Flags that the rehearsal sets, unless they are typed. A small model takes a large learning rate.
 REHEARSAL = dict(steps=40, prompts_per_step=16, max_completion_length=28, learning_rate=5e-4,
                  warmup_steps=5, beta=0.02, eval_questions=256)
@@ -267,14 +276,15 @@ PROBLEMS = {
 NAMES = ["Anna", "Ben", "Cara", "Dan"]
 THINGS = ["pens", "eggs", "cards", "coins"]
 LARGEST = 33  # of all numbers that occur: a quarter of a million weights can learn these tables
-# How the texts of one pre-training step answer. The same number of each in every step, not drawn: the
-# bad habit then leads by much the same margin whatever the seed, and the greedy answer is mostly bad.
+# How the texts of one pre-training step answer. The same number of each in every step, not drawn:
+# the bad habit then leads by much the same margin whatever the seed, and the greedy answer is
+# mostly bad.
 HABITS = ["first step"] * 10 + ["no box"] * 2 + ["worked through"] * 4
 DRILLS_PER_STEP, PRETRAIN_STEPS, PRETRAIN_LR = 6, 600, 3e-3
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (  # Qwen's, without the system prompt: here it would be tokens that say nothing
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>"
+    "\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -327,7 +337,7 @@ def make_tokenizer(texts):
     core.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=400, special_tokens=SPECIAL_TOKENS, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))  # so that any text can be encoded
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", padding_side="left",
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>",
                                    pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE)
 
 
@@ -340,20 +350,22 @@ def rehearsal(seed):
     problems = all_problems()
     rng.shuffle(problems)
     fifth = len(problems) // 5
-    test, grpo, pretrain = problems[:fifth], problems[fifth : 5 * fifth // 2], problems[5 * fifth // 2 :]
+    test, grpo, pretrain = (problems[part] for part in (
+        slice(fifth), slice(fifth, 5 * fifth // 2), slice(5 * fifth // 2, None)))
     assert not set(test) & set(grpo + pretrain), "a test problem is also a training problem"
 
     samples = [(ask(p, rng)[0]["content"], answer_in_habit(p, "worked through")) for p in pretrain]
     tokenizer = make_tokenizer(["user\nassistant\n" + "\n".join(sample) for sample in samples])
 
     def encode(*pieces):
-        """Text by turns to be read and to be learned -> token ids, and which of them are learned."""
+        """Texts to be read and to be learned, by turns -> token ids, and which are learned."""
         rows = [tokenizer.backend_tokenizer.encode(piece).ids for piece in pieces]
         return sum(rows, []), [i % 2 for i, row in enumerate(rows) for _ in row]
 
     def problem_row(name):
         problem = rng.choice(pretrain)
-        chat = tokenizer.apply_chat_template(ask(problem, rng), tokenize=False, add_generation_prompt=True)
+        chat = ask(problem, rng)
+        chat = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         return encode(chat, answer_in_habit(problem, name) + "<|im_end|>")
 
     # Bare sums besides: a word problem is forty tokens for one sum or two, a row of these for six.
@@ -369,14 +381,14 @@ def rehearsal(seed):
         vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256,
         tie_word_embeddings=True, initializer_range=0.08, bos_token_id=None, eos_token_id=end,
-        pad_token_id=pad, rope_parameters={"rope_type": "default", "rope_theta": 1e6})  # 1e4: slower
+        pad_token_id=pad, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs as well
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs as well
         model = Qwen2ForCausalLM(config).float()
     model.generation_config.eos_token_id = [end, pad]
 
     optimizer = torch.optim.AdamW(model.parameters(), PRETRAIN_LR, (0.9, 0.95), weight_decay=0.1)
-    for step in tqdm(range(PRETRAIN_STEPS), desc="pre-training the tiny model", leave=False, disable=None):
+    for step in tqdm(range(PRETRAIN_STEPS), "pre-training the tiny model", leave=False):
         # 50 steps up, then linearly down to 0
         rate = min((step + 1) / 50, (PRETRAIN_STEPS - step) / (PRETRAIN_STEPS - 50))
         optimizer.param_groups[0]["lr"] = PRETRAIN_LR * rate
@@ -385,8 +397,9 @@ def rehearsal(seed):
         width = max(len(ids) for ids, _ in batch)
         # Padded on the right, a causal model needs no attention mask: nothing looks to the right.
         ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in batch])
-        learned = torch.tensor([mask + [0] * (width - len(mask)) for _, mask in batch]).bool()[:, 1:]
-        hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state[learned]  # no others needed
+        learned = torch.tensor([mask + [0] * (width - len(mask)) for _, mask in batch])
+        learned = learned.bool()[:, 1:]
+        hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state[learned]
         loss = F.cross_entropy(model.lm_head(hidden), ids[:, 1:][learned])
         optimizer.zero_grad()
         loss.backward()
@@ -394,7 +407,8 @@ def rehearsal(seed):
         optimizer.step()
 
     def dataset(problems):
-        return Dataset.from_list([{"prompt": ask(p, rng), "answer": str(solve(*p)[1][-1])} for p in problems])
+        return Dataset.from_list(
+            [{"prompt": ask(p, rng), "answer": str(solve(*p)[1][-1])} for p in problems])
 
     return model.eval(), tokenizer, dataset(grpo), dataset(test)
 
@@ -407,9 +421,10 @@ def rehearsal(seed):
 def sparkline(values, width=60):
     """A curve in one line of text, from its lowest value to its highest."""
     size = max(1, math.ceil(len(values) / width))
-    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
-    low, high = min(means), max(means)
-    bars = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * (m - low) / (high - low + 1e-9)))] for m in means)
+    means = [sum(values[i : i + size]) / len(values[i : i + size])
+             for i in range(0, len(values), size)]
+    low, span = min(means), max(means) - min(means) + 1e-9
+    bars = "".join("▁▂▃▄▅▆▇█"[int(7.99 * (mean - low) / span)] for mean in means)
     return f"{bars}  {means[0]:.2f} -> {means[-1]:.2f}"
 
 
@@ -417,58 +432,59 @@ def show_group(learner, step, metrics):
     """Print one question and its group of answers, the first group that teaches something."""
     rows, texts, rewards, advantages = learner.last
     g, G = int((advantages == 0).all(dim=1).long().argmin()), rewards.shape[1]
-    tqdm.write(f"\nstep {step}: {rows[g]['prompt'][-1]['content'][:300]}  (answer {rows[g]['answer']})")
+    question = rows[g]["prompt"][-1]["content"]
+    tqdm.write(f"\nstep {step}: {question[:300]}  (answer {rows[g]['answer']})")
     for i in rewards[g].argsort(descending=True).tolist():
         text = " ".join(texts[g * G + i].split())
         text = text if len(text) < 150 else f"{text[:60]} ... {text[-85:]}"
         tqdm.write(f"  reward {rewards[g, i]:.1f}  advantage {advantages[g, i]:+.2f}  {text}")
-    memory = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0
-    tqdm.write("  sampling {sample_seconds:.1f} s, update {update_seconds:.1f} s, {tokens_per_second:.0f} "
-               "tokens/s, equal groups {zero_variance_fraction:.0%}, cut off {truncated_fraction:.0%}, "
-               "kl {kl:.4f}".format(**metrics) + (f", peak {memory:.1f} GB" if memory else ""))
+    memory = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
+    tqdm.write("  sampling {sample_seconds:.1f} s, update {update_seconds:.1f} s, "
+               "{tokens_per_second:.0f} tokens/s; equal groups {zero_variance_fraction:.0%}, cut off "
+               "{truncated_fraction:.0%}, kl {kl:.4f}".format(**metrics)
+               + (f"; peak memory {memory:.1f} GB" if memory else ""))
 
 
 def warn(history):
     """What should stop a person after a few steps, rather than after a night."""
     if all(m["truncated_fraction"] == 1 for m in history):
-        tqdm.write("warning: every answer is cut off, and a cut answer earns nothing: raise "
-                   "--max_completion_length")
+        tqdm.write("warning: every answer is cut off and earns nothing: raise --max_completion_length")
     if all(m["zero_variance_fraction"] == 1 for m in history):
-        tqdm.write("warning: all answers to a question earn the same, so there is nothing to learn from. "
-                   "Too hard, too easy, or never boxed? samples.jsonl has them")
+        tqdm.write("warning: all answers to a question earn the same, so there is nothing to learn. Too "
+                   "hard, too easy, or never boxed? samples.jsonl has some")
 
 
 def run(config, demo, rehearsing):
-    """All of it: load, check, evaluate, train, evaluate, save. Gives the contents of results.json."""
+    """Load, check, evaluate, train, evaluate, save. Gives the contents of results.json."""
     started = time.perf_counter()
     output = demo.output or os.path.join("runs", time.strftime("%Y%m%d-%H%M%S"))
     os.makedirs(output, exist_ok=True)
     if rehearsing:
-        torch.set_num_threads(1)  # matrices this small are done before a second thread has woken up
+        torch.set_num_threads(1)  # matrices this small are done before a second thread wakes up
         model, tokenizer, train_data, test_data = rehearsal(config.seed)
         dtype = torch.float32
-        print(f"a tiny model, made and pre-trained on the spot in {time.perf_counter() - started:.0f} s")
+        print(f"a tiny model, made and pre-trained in {time.perf_counter() - started:.0f} s")
     else:
         train_data, test_data = load_gsm8k(demo.data)
         model, tokenizer, dtype = load_model(demo.model or MODEL, demo.random_weights,
                                              config.max_completion_length)
     if demo.eval_questions is not None:
         test_data = test_data.select(range(min(demo.eval_questions, len(test_data))))
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters on {model.device}; "
-          f"{len(train_data)} questions to learn from, {len(test_data)} to be tested on; all in {output}")
+    print(f"{model.num_parameters() / 1e6:.1f} M parameters on {model.device}, {len(train_data)} "
+          f"questions to learn from, {len(test_data)} to be tested on")
     preflight(model, tokenizer, train_data, config)
     with open(os.path.join(output, "settings.json"), "w") as file:
         json.dump(asdict(config) | asdict(demo), file, indent=2)
 
     def judge():
-        return evaluate(model, tokenizer, test_data, config.max_completion_length, sampled=rehearsing,
-                        temperature=1.0 if demo.random_weights else 0)
+        return evaluate(model, tokenizer, test_data, config.max_completion_length,
+                        sampled=rehearsing, temperature=1.0 if demo.random_weights else 0)
 
     def keep_samples(step, rows, texts, rewards):
         with open(os.path.join(output, "samples.jsonl"), "a") as file:
             for row, some, earned in zip(rows, texts, rewards):
-                sample = {"step": step, "prompt": row["prompt"], "completions": some, "rewards": earned}
-                file.write(json.dumps(sample) + "\n")
+                file.write(json.dumps({"step": step, "prompt": row["prompt"], "completions": some,
+                                       "rewards": earned}) + "\n")
 
     def answer_three(step):  # the same questions before and after
         three = test_data.select(range(min(3, len(test_data))))
@@ -488,7 +504,8 @@ def run(config, demo, rehearsing):
 
     eval_started = time.perf_counter()
     before = answer_three(0) if len(test_data) else []
-    results.setdefault("before", None) or results.update(before=judge())
+    if "before" not in results:
+        results["before"] = judge()
     eval_seconds = time.perf_counter() - eval_started
     print(say_result("before", results["before"]))
     keep_results()
@@ -501,9 +518,10 @@ def run(config, demo, rehearsing):
         if rehearsing:
             habits.append([habit(text) for text in learner.last[1]])
         if len(history) == 1:
-            minutes = (metrics["sample_seconds"] + metrics["update_seconds"]) * (config.steps - step) / 60
+            seconds = metrics["sample_seconds"] + metrics["update_seconds"]
             count = 1 + (config.steps // demo.eval_every if demo.eval_every else 0)
-            tqdm.write(f"about {minutes:.0f} minutes to go, and {count} x {eval_seconds:.0f} s of evaluation")
+            tqdm.write(f"to go: about {seconds * (config.steps - step) / 60:.0f} minutes, and {count} "
+                       f"evaluations of {eval_seconds:.0f} s")
         if len(history) == 3:
             warn(history)
         if demo.show_steps and (step == 1 or step % demo.show_steps == 0):
@@ -525,24 +543,23 @@ def run(config, demo, rehearsing):
     if not demo.random_weights:
         save_model(model, tokenizer, output, dtype)
     for (row, old), (_, new) in zip(before, answer_three(config.steps) if before else []):
-        print(f"\n{row['prompt'][-1]['content']}  (answer {row['answer']})\n  before: {old}\n  after:  {new}")
+        print(f"\n{row['prompt'][-1]['content']}  (answer {row['answer']})")
+        for when, text in (("before", old), ("after", new)):
+            print(f"{when:>8}: " + text.strip().replace("\n", "\n          "))
     curves = {name: [m[key] for m in history] for name, key in
               (("reward", "reward_mean"), ("tokens", "completion_length"))}
     curves |= {name: [step.count(name) / len(step) for step in habits]
                for name in (*dict.fromkeys(HABITS), "other") if habits}
     print("\nfrom the first step to the last, each curve from its lowest value to its highest:")
-    print("\n".join(f"{name:>14} {sparkline(values)}" for name, values in curves.items() if values))
-    print("\n" + say_result("before", results["before"]) + "\n" + say_result("after", results["after"]))
-    if "best" in results:
-        print(say_result("best", results["best"]) + f", after step {results['best']['step']}: {output}/best"
-              " (chosen on these very questions, so a little flattered)")
-    print(f"{results['seconds']:.0f} s in all; model, metrics.jsonl and samples.jsonl are in {output}")
-    if rehearsing:
-        print("What this shows: by its score alone, GRPO found the habit that works and made it the rule.\n"
-              "What it does not show: that it taught arithmetic. The tiny model could do the sums before;\n"
-              "its low start was made, by texts most of which stop halfway.")
-    elif not demo.random_weights:
-        print(CHAT.format(output=output, system=SYSTEM_PROMPT))
+    for name, values in curves.items():
+        print(f"{name:>14} {sparkline(values or [0])}")
+    print()
+    for name in ("before", "best", "after"):  # best: chosen on these very questions, so flattered
+        if name in results:
+            print(say_result(name, results[name]))
+    print(f"{results['seconds']:.0f} s in all; model, metrics.jsonl, samples.jsonl: {output}")
+    if not demo.random_weights:
+        print(HONEST if rehearsing else CHAT.format(output=output, system=SYSTEM_PROMPT))
     return results
 
 
@@ -556,9 +573,10 @@ def main():
         rehearsing = demo.rehearsal or not (gpu or demo.model or demo.data or demo.random_weights)
         if rehearsing and not demo.rehearsal:
             print("no GPU here, so this is the rehearsal: a tiny model that learns on the CPU. The real "
-                  f"thing would take days without one: --model {MODEL}")
+                  f"thing would take days: --model {MODEL}")
         # What was typed still wins over these when the flags are read again.
-        parser.set_defaults(**REHEARSAL if rehearsing else MEASURING if demo.random_weights else {})
+        chosen = REHEARSAL if rehearsing else MEASURING if demo.random_weights else {}
+        parser.set_defaults(**chosen)
         config, demo = parser.parse_args_into_dataclasses()
         if demo.resume and not demo.output:
             raise ValueError("--resume needs --output: which run?")
