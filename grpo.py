@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT-0
-"""GRPO in one file: how a language model learns to reason from nothing but a score.
+r"""GRPO in one file: how a language model learns to reason from nothing but a score.
 
 GRPO (Group Relative Policy Optimization; DeepSeekMath, arXiv:2402.03300, and DeepSeek-R1,
 arXiv:2501.12948) is a loop of five moves:
@@ -9,7 +9,7 @@ arXiv:2501.12948) is a loop of five moves:
     3. compare    advantage = how much better than the other G - 1 answers    (section 3)
     4. update     make the tokens of better answers likelier, of worse ones
                   less likely, but only a little at a time                    (sections 4 to 8)
-    5. repeat     with fresh answers from the model as it is now              (sections 9 to 11)
+    5. repeat     with fresh answers from the model as it is now              (sections 10 to 12)
 
 The equation that this file computes. For a question q, draw answers o_1 ... o_G; answer i has
 |o_i| tokens o_i,1 ... o_i,|o_i|, a reward R_i and one advantage A_i for all its tokens. Maximise
@@ -30,12 +30,12 @@ Three policies appear, and it pays to keep them apart from the start:
               (in memory only when beta > 0)
 
 One small example runs through the comments, and the tests check every number of it. The question
-is "John has 3 apples and buys 2 more. How many apples does he have?" and the four answers are
+is "John has 3 apples and buys 2 more. How many apples does he have?", and there are four answers:
 
-    answer            1: "3+2 = \\boxed{5}"    2: "\\boxed{5}"   3: "\\boxed{6}"   4: "3-2 =
-    \\boxed{1}" tokens            2                       1                1                2
-
-(Two tokens and one token, so that a pencil is enough. In truth it is a dozen.)
+    answer 1    3+2 = \boxed{5}    2 tokens        (In truth a dozen, but two and one are enough
+    answer 2    \boxed{5}          1 token          to follow everything with a pencil.)
+    answer 3    \boxed{6}          1 token
+    answer 4    3-2 = \boxed{1}    2 tokens
 
 Shapes: B questions, G answers to each, N = B * G rows; the G answers to one question stand next to
 each other ("group-major": rows 0..G-1 belong to question 0). P is the width of the prompts,
@@ -59,7 +59,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
-from transformers import get_scheduler
+from transformers import get_scheduler, set_seed
 
 
 # ------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def sample_groups(model, tokenizer, prompts, num_generations, *, max_completion_
     B, N, widths = len(prompts), len(prompts) * G, [len(ids) for ids in encoded]
     P, context = max(widths), getattr(model.config, "max_position_embeddings", None)
     if context and P + T > context:
-        raise ValueError(f"prompt {widths.index(P)}: {P} + {T} tokens, but a context of {context}")
+        raise ValueError(f"{P} + {T} tokens, context {context}: {prompts[widths.index(P)]!r:.70}")
 
     # Pad the prompts on the left, so that all of them end, and all answers begin, in one column.
     # Any id will do as padding, even an end token: what is real is said by masks made from
@@ -634,8 +634,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
 #   PPO         subtracts the KL from the reward: R_i - beta * sum over t of log(pi_old / pi_ref).
 #               (k1 is right there: nobody differentiates a reward.) Left out: the group's std
 #               would rescale it, and every token would be blamed for the drift of one. And it
-#               trains a critic V, for A_t = delta_t + gamma * lambda * A_t+1 with delta_t = r_t + gamma *
-#               V_t+1 - V_t (GAE). If r_t = 1, V_t = 5, V_t+1 = 5.5 and gamma = 0.99, delta_t is
+#               trains a critic V, for A_t = delta_t + gamma * lambda * A_t+1 with delta_t = r_t +
+#               gamma * V_t+1 - V_t (GAE). If r_t = 1, V_t = 5, V_t+1 = 5.5 and gamma = 0.99, delta_t is
 #               1.445. If the only reward, R, comes at the end, and gamma = lambda = 1, the sum
 #               telescopes to A_t = R - V_t. With the group's mean in place of V_t that is GRPO's
 #               advantage, and the critic and all of this are unnecessary.
@@ -821,7 +821,7 @@ def score_rewards(reward_fn, rows, rollout, num_generations):
     except Exception as error:
         raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
     if not isinstance(rewards, (list, tuple)) or len(rewards) != len(texts):
-        raise ValueError(f"{name} gave {str(rewards)[:99]}, wanted a list of {len(texts)} numbers")
+        raise ValueError(f"{name} gave {rewards!r:.99}, wanted a list of {len(texts)} numbers")
     for i, reward in enumerate(rewards):
         if not isinstance(reward, Real) or not abs(reward) < 1e30:  # NaN is not below it either
             raise ValueError(f"{name} gave {reward!r} at place {i}; wanted a finite number")
@@ -907,8 +907,8 @@ def accumulate(learner, rollout, groups, advantages, old_logprobs, ref_logprobs,
                                   **settings)
         if not loss.isfinite():
             bad = rows[int(logprobs.isfinite().all(dim=1).long().argmin())]
-            raise FloatingPointError(f"loss {loss.item()} by row {bad}, an answer to question "
-                                     f"{bad // config.num_generations} of the step")
+            asked = learner.last and learner.last[0][bad // config.num_generations]["prompt"]
+            raise FloatingPointError(f"loss {loss.item()} by answer {bad}, to {asked!r:.99}")
         loss.backward()
         for parameter, weight in zip(learner.parameters, learner.weights):
             if parameter is not weight and parameter.grad is not None:
@@ -1025,9 +1025,9 @@ def train_step(learner, tokenizer, questions, reward_fn, config):
     # Every answer counts in its group's mean and std, those that were cut off too: to drop some of
     # them first would move the baseline of all the others.
     advantages = group_scale(rewards, config.scale_rewards)  # (B, G)
+    learner.last = (rows, rollout.texts, rewards, advantages)
     metrics = update(learner, rollout, advantages.flatten().to(rollout.logprobs), ref, config)
     done, lengths = time.perf_counter(), rollout.completion_mask.sum(dim=1).double()
-    learner.last = (rows, rollout.texts, rewards, advantages)
     return {"reward_mean": rewards.mean().item(), "reward_std": rewards.std(correction=0).item(),
             "zero_variance_fraction": (advantages == 0).all(dim=1).double().mean().item(),
             "completion_length": lengths.mean().item(),
@@ -1113,7 +1113,7 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
     bad = [i for i, r in enumerate(rows) if not r.get("prompt") or r.keys() != rows[0].keys()]
     if bad or not rows:
         raise ValueError(f"{len(rows)} rows of data, of which {bad[:9]} lack a prompt or a column")
-    torch.manual_seed(config.seed)
+    set_seed(config.seed)  # torch, and python's and numpy's random, for reward functions that draw
     # What a checkpoint has to have in common with the run that goes on from it.
     sizes = sum(p.detach().abs().sum(dtype=torch.float64).item() for p in model.parameters())
     run = {**asdict(config), "model": f"{type(model).__name__} {sizes:.6e}",
