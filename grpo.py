@@ -635,7 +635,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
 #               (k1 is right there: nobody differentiates a reward.) Left out: the group's std
 #               would rescale it, and every token would be blamed for the drift of one. And it
 #               trains a critic V, for A_t = delta_t + gamma * lambda * A_t+1 with delta_t = r_t +
-#               gamma * V_t+1 - V_t (GAE). If r_t = 1, V_t = 5, V_t+1 = 5.5 and gamma = 0.99, delta_t is
+#               gamma * V_t+1 - V_t (GAE). For r_t = 1, V_t = 5, V_t+1 = 5.5, gamma = 0.99 it is
 #               1.445. If the only reward, R, comes at the end, and gamma = lambda = 1, the sum
 #               telescopes to A_t = R - V_t. With the group's mean in place of V_t that is GRPO's
 #               advantage, and the critic and all of this are unnecessary.

@@ -15,7 +15,7 @@ activations'), for another library and another set of knobs: peft has it, and TR
 it.
 """
 
-import argparse, json, math, os, random, re, sys, time  # noqa: E401
+import argparse, copy, json, math, os, random, re, sys, time  # noqa: E401
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Optional
@@ -100,8 +100,8 @@ def load_gsm8k(folder=None):
         try:
             data = load_dataset("openai/gsm8k", "main")
         except Exception as error:
-            raise OSError(f"cannot load openai/gsm8k ({error}). Without a network: --data and a folder "
-                          "with GSM8K's train.jsonl and test.jsonl, or --rehearsal") from error
+            raise OSError(f"cannot load openai/gsm8k ({error}). Without a network: --rehearsal, or "
+                          "--data and a folder with GSM8K's train.jsonl and test.jsonl") from error
         parts = [data["train"], data["test"]]
 
     def prepare(row):
@@ -131,7 +131,7 @@ def wilson(right, total):
 
 
 def is_right(text, answer, lenient=False):
-    """Strict: the last box holds the answer. Lenient: if nothing is boxed, the last number does."""
+    """Strict: the last box holds the answer. Lenient: if nothing is boxed, the last number."""
     if lenient and rule_reward(text, answer) == 0.0:
         numbers = re.findall(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?", text)
         text = f"\\boxed{{{numbers[-1].rstrip(',')}}}" if numbers else ""
@@ -169,8 +169,8 @@ def evaluate(model, tokenizer, dataset, max_completion_length=512, batch_size=25
 def say_result(name, result):
     """One line for a person."""
     low, high = result["interval"]
-    line = (f"{name:>9}: {result['accuracy']:.1%} of {result['questions']} right (95 %: {low:.1%} to "
-            f"{high:.1%}), {result['lenient_accuracy']:.1%} if unboxed numbers count")
+    line = (f"{name:>9}: {result['accuracy']:.1%} of {result['questions']} right (95 %: {low:.1%} "
+            f"to {high:.1%}), {result['lenient_accuracy']:.1%} if unboxed numbers count")
     sampled = result.get("sampled_accuracy")
     return line if sampled is None else f"{line}, {sampled:.1%} sampled"
 
@@ -199,7 +199,7 @@ def load_model(name, random_weights=False, max_completion_length=512):
         raise OSError(f"cannot load {name}: {error}\nIs the network there, and the name right? A "
                       "local folder works offline; --rehearsal needs nothing at all") from error
     if tokenizer.chat_template is None:
-        raise ValueError(f"{name} has no chat template: take an instruction-tuned model, like {MODEL}")
+        raise ValueError(f"{name} has no chat template; take an instruct model, like {MODEL}")
     model.to(device)
     if random_weights:
         # Its end tokens do not stand in config.json but in generation_config.json.
@@ -208,7 +208,7 @@ def load_model(name, random_weights=False, max_completion_length=512):
         # the lengths realistic: a mean of 280 tokens under a cap of 512, and likewise for others.
         head = model.get_output_embeddings()
         with torch.no_grad():
-            level = model(torch.arange(64, device=device)[None]).logits.logsumexp(dim=-1).mean()
+            level = model(torch.arange(48, device=device)[None]).logits.logsumexp(dim=-1).mean()
         bias = torch.zeros(head.out_features, device=device)
         bias[tokenizer.eos_token_id] = level - math.log(0.74 * max_completion_length)
         head.bias = torch.nn.Parameter(bias, requires_grad=False)
@@ -217,11 +217,9 @@ def load_model(name, random_weights=False, max_completion_length=512):
 
 def save_model(model, tokenizer, folder, dtype):
     """In the Hugging Face format and the checkpoint's own dtype, generation settings included."""
-    computes_in, model.config.dtype = model.config.dtype, dtype
-    state = {name: p.detach().to(dtype) for name, p in model.named_parameters()}
-    model.save_pretrained(folder, state_dict=state)
+    rounded = model if model.dtype == dtype else copy.deepcopy(model).to(dtype)
+    rounded.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    model.config.dtype = computes_in
 
 
 def random_reward(prompts, completions, **columns):
@@ -244,8 +242,8 @@ def preflight(model, tokenizer, dataset, config):
     print(f"checks: {len(solved)} reference solutions earn 1.5; sampler and scorer are "
           f"{gap:.1e} nats apart")
     if gap > 0.1:
-        raise ValueError(f"{gap:.3f} nats are too much: the ratio would be noise. Does this model take "
-                         "other masks or positions than grpo.py gives it?")
+        raise ValueError(f"{gap:.3f} nats are too much, the ratio would be noise: does this model "
+                         "take other masks or positions than grpo.py gives it?")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -258,9 +256,9 @@ def preflight(model, tokenizer, dataset, config):
 # arithmetic: it can only make likelier what the model already does now and then.
 # ------------------------------------------------------------------------------------------------
 
-HONEST = """What this shows: by its score alone, GRPO found the habit that works and made it the rule.
-What it does not show: that it taught arithmetic. The tiny model could do the sums before; its low
-start was made, by texts most of which stop halfway."""
+HONEST = """What this shows: by its score alone, GRPO found the habit that works, and made it
+the rule. What it does not show: that it taught arithmetic. The tiny model could do the sums before;
+its low start was made, by texts most of which stop halfway."""
 # Flags that the rehearsal sets, unless they are typed. A small model takes a large learning rate.
 REHEARSAL = dict(steps=40, prompts_per_step=16, max_completion_length=28, learning_rate=5e-4,
                  warmup_steps=5, beta=0.02, eval_questions=256)
@@ -440,18 +438,18 @@ def show_group(learner, step, metrics):
         tqdm.write(f"  reward {rewards[g, i]:.1f}  advantage {advantages[g, i]:+.2f}  {text}")
     memory = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
     tqdm.write("  sampling {sample_seconds:.1f} s, update {update_seconds:.1f} s, "
-               "{tokens_per_second:.0f} tokens/s; equal groups {zero_variance_fraction:.0%}, cut off "
-               "{truncated_fraction:.0%}, kl {kl:.4f}".format(**metrics)
+               "{tokens_per_second:.0f} tokens/s; equal groups {zero_variance_fraction:.0%}, cut "
+               "off {truncated_fraction:.0%}, kl {kl:.4f}".format(**metrics)
                + (f"; peak memory {memory:.1f} GB" if memory else ""))
 
 
 def warn(history):
     """What should stop a person after a few steps, rather than after a night."""
     if all(m["truncated_fraction"] == 1 for m in history):
-        tqdm.write("warning: every answer is cut off and earns nothing: raise --max_completion_length")
+        tqdm.write("warning: every answer is cut off, and earns 0: --max_completion_length")
     if all(m["zero_variance_fraction"] == 1 for m in history):
-        tqdm.write("warning: all answers to a question earn the same, so there is nothing to learn. Too "
-                   "hard, too easy, or never boxed? samples.jsonl has some")
+        tqdm.write("warning: all answers to a question earn the same: nothing to learn. Too hard, too "
+                   "easy, or never boxed? samples.jsonl has some")
 
 
 def run(config, demo, rehearsing):
@@ -520,8 +518,8 @@ def run(config, demo, rehearsing):
         if len(history) == 1:
             seconds = metrics["sample_seconds"] + metrics["update_seconds"]
             count = 1 + (config.steps // demo.eval_every if demo.eval_every else 0)
-            tqdm.write(f"to go: about {seconds * (config.steps - step) / 60:.0f} minutes, and {count} "
-                       f"evaluations of {eval_seconds:.0f} s")
+            tqdm.write(f"to go: about {seconds * (config.steps - step) / 60:.0f} minutes, and "
+                       f"{count} x {eval_seconds:.0f} s of evaluation")
         if len(history) == 3:
             warn(history)
         if demo.show_steps and (step == 1 or step % demo.show_steps == 0):
@@ -572,8 +570,8 @@ def main():
         gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
         rehearsing = demo.rehearsal or not (gpu or demo.model or demo.data or demo.random_weights)
         if rehearsing and not demo.rehearsal:
-            print("no GPU here, so this is the rehearsal: a tiny model that learns on the CPU. The real "
-                  f"thing would take days: --model {MODEL}")
+            print("no GPU here, so this is the rehearsal: a tiny model that learns on the CPU. The "
+                  f"real thing would take days: --model {MODEL}")
         # What was typed still wins over these when the flags are read again.
         chosen = REHEARSAL if rehearsing else MEASURING if demo.random_weights else {}
         parser.set_defaults(**chosen)
