@@ -82,10 +82,8 @@ def extract_boxed(text):
     open_braces = []  # where the contents of each open brace begin; -1 for one without \boxed
     best = (-1, -1)  # where the contents of the best box so far begin and end
     for brace in re.finditer(r"\\boxed\{|\\[{}]|[{}]", text):
-        if brace.group() == "\\boxed{":
-            open_braces.append(brace.end())
-        elif brace.group() == "{":
-            open_braces.append(-1)
+        if brace.group() in ("\\boxed{", "{"):
+            open_braces.append(brace.end() if brace.group() != "{" else -1)
         elif brace.group() == "}" and open_braces:  # a closing brace too many is just text
             best = max(best, (open_braces.pop(), brace.start()))  # the later one
     return None if best[0] < 0 else text[best[0] : best[1]]
@@ -108,21 +106,17 @@ def rule_reward(completion, answer):
         text = re.sub(r"\\?[$%]", " ", text.replace("{,}", ",")).strip().removesuffix(".").strip()
         # Written out instead of trusting float(), which also takes "nan", "1_000" and "٣".
         digits = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?"
-        read = re.fullmatch(rf"([+-]?)\s*({digits})", text)
-        try:
-            value = float(read[1] + read[2].replace(",", ""))
-        except (TypeError, ValueError):  # no match at all, or no digit in it
-            return None
-        return value if abs(value) < float("inf") else None  # 1e999 is not a number either
+        read = re.fullmatch(rf"([+-]?)\s*(?=\.?[0-9])({digits})", text)
+        return float(read[1] + read[2].replace(",", "")) if read else float("nan")
 
     boxed = extract_boxed(completion)
     if boxed is None or not boxed.strip():
         return 0.0
     if boxed.strip() == answer.strip():
         return 1.5
-    given, wanted = number(boxed), number(answer)
-    # round: 5.01 - 5 is 0.00999... in floating point, and would pass for "below 0.01".
-    right = given is not None and wanted is not None and round(abs(given - wanted), 9) < 0.01
+    # round: 5.01 - 5 is 0.00999... in floating point, and would pass for "below 0.01". What is no
+    # number is nan, what overflows inf, and neither is ever near anything.
+    right = round(abs(number(boxed) - number(answer)), 9) < 0.01
     return 1.5 if right else 0.5
 
 
@@ -175,18 +169,6 @@ def end_token_ids(model, tokenizer):
     return sorted(ids)
 
 
-def encode_prompts(tokenizer, prompts):
-    """Token ids of each prompt: of strings as they are, of chats through the chat template."""
-    # add_generation_prompt: the template's "now the assistant speaks". Without it the model would
-    # go on with the question, or begin with the name of a role.
-    chat = dict(add_generation_prompt=True, tokenize=True, return_dict=False)
-    encoded = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str)
-               else tokenizer.apply_chat_template(list(prompt), **chat) for prompt in prompts]
-    if not all(encoded):
-        raise ValueError(f"prompt {encoded.index([])} has no tokens: nothing to go on from")
-    return encoded
-
-
 def choose_tokens(logits, temperature, uniforms):
     """Logits (n, V) and uniform numbers (n,) -> a token (n,) each, and its log-probability (n,).
 
@@ -201,11 +183,10 @@ def choose_tokens(logits, temperature, uniforms):
         tokens = logits.argmax(dim=-1)  # (n,)
     else:
         ends = logprobs.exp().cumsum(dim=-1, dtype=uniforms.dtype)  # (n, V) where stretches end
-        points = uniforms.unsqueeze(1) * ends[:, -1:]  # (n, 1) on a line as long as it came out
+        at = uniforms.unsqueeze(1) * ends[:, -1:]  # (n, 1) on a line as long as it came out
         # right=True: a token of probability 0 has an empty stretch, and is never hit. The clamp
         # is for a point that rounding put at the very end.
-        tokens = torch.searchsorted(ends, points, right=True).squeeze(1)
-    tokens = tokens.clamp(max=logits.shape[1] - 1)
+        tokens = torch.searchsorted(ends, at, right=True).squeeze(1).clamp(max=ends.shape[1] - 1)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
@@ -226,7 +207,13 @@ def sample_groups(model, tokenizer, prompts, num_generations, *, max_completion_
     if not (min(len(prompts), G, T) >= 1 and temperature >= 0):
         raise ValueError(f"too small: {len(prompts)} prompts, {G=}, {T=} or {temperature=}")
     end_ids = torch.tensor(end_token_ids(model, tokenizer), device=device)
-    encoded = encode_prompts(tokenizer, prompts)
+    # Strings are encoded as they are, chats through the chat template. add_generation_prompt: the
+    # template's "now the assistant speaks", or the model would go on with the question.
+    chat = dict(add_generation_prompt=True, tokenize=True, return_dict=False)
+    encoded = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str)
+               else tokenizer.apply_chat_template(list(prompt), **chat) for prompt in prompts]
+    if not all(encoded):
+        raise ValueError(f"prompt {encoded.index([])} has no tokens: nothing to go on from")
     B, N, widths = len(prompts), len(prompts) * G, [len(ids) for ids in encoded]
     P, context = max(widths), getattr(model.config, "max_position_embeddings", None)
     if context and P + T > context:
@@ -309,14 +296,12 @@ def group_advantages(rewards, scale_rewards=True):
 
     The std is the population's (divided by G), as in the papers' formula and their worked
     numbers; torch's default divides by G - 1, and most code, TRL's included, follows it:
-    advantages smaller by sqrt((G-1)/G), 6 % at G = 8. A group of equal rewards gets exact zeros:
+    advantages smaller by sqrt((G-1)/G), 6.5 % at G = 8. A group of equal rewards gets exact zeros:
     it has nothing to teach. `scale_rewards=False` leaves the std out (Dr. GRPO, section 9).
     ValueError for fewer than two rewards and for NaN or inf.
     """
-    if rewards.dim() == 0 or rewards.shape[-1] < 2:
-        raise ValueError(f"a group needs 2 rewards or more to compare, got {tuple(rewards.shape)}")
-    if not torch.isfinite(rewards).all():
-        raise ValueError(f"rewards must be finite numbers, got {rewards.tolist()}")
+    if rewards.dim() == 0 or rewards.shape[-1] < 2 or not rewards.isfinite().all():
+        raise ValueError(f"wanted groups of 2 or more finite rewards, got {rewards}")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     centered = rewards - rewards.mean(dim=-1, keepdim=True)  # (..., G)
     std = centered.square().mean(dim=-1, keepdim=True).sqrt()  # (..., 1)
@@ -506,8 +491,6 @@ def masked_mean(values, mask, dim=None):
     """
     mask = mask.bool().expand_as(values)
     kept = torch.where(mask, values, 0.0)
-    if dim is None:
-        return kept.sum() / mask.sum().clamp(min=1)
     return kept.sum(dim=dim) / mask.sum(dim=dim).clamp(min=1)
 
 
@@ -654,8 +637,7 @@ def group_scale(rewards, scale_rewards):
         return group_advantages(rewards)
     centered, G = group_advantages(rewards, scale_rewards=False), rewards.shape[-1]
     if scale_rewards == "rloo":
-        others = (rewards.sum(dim=-1, keepdim=True) - rewards) / (G - 1)  # (B, G)
-        return torch.where(centered == 0, 0.0, rewards - others)  # flat groups stay exactly flat
+        return centered * G / (G - 1)  # = R_i - (sum of R - R_i) / (G - 1), the others' mean
     std = rewards.std(correction=0)
     return centered / std if scale_rewards == "batch" and std > 0 else centered
 
@@ -796,8 +778,6 @@ def make_learner(model, config):
             parameters.append(parameter)
             weights.append(wide if bf16 else parameter)
             weights[-1].grad = torch.zeros_like(wide)
-    if not weights:
-        raise ValueError("none of the model's parameters requires a gradient: nothing to train")
     reference = copy.deepcopy(model).eval().requires_grad_(False) if config.beta else None
     if config.gradient_checkpointing:  # the method has a new name and an old one
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -841,9 +821,9 @@ def micro_batches(rollout, groups, num_generations, budget):
     P = rollout.input_ids.shape[1] - rollout.completion_mask.shape[1]
     widths = rollout.attention_mask[:, :P].sum(dim=1).tolist()  # N
     longest = {g: max(lengths[g * G : g * G + G]) for g in groups}
-    most = max(longest.values(), default=1)
-    k = max(k for k in range(1, G + 1) if G % k == 0 and (k == 1 or k * most <= budget))
-    groups = sorted(groups, key=lambda g: -longest[g])
+    room = max(budget // max(longest.values(), default=1), 1)  # answers of that length
+    k = max(k for k in range(1, G + 1) if G % k == 0 and k <= room)
+    groups = sorted(groups, key=longest.get, reverse=True)
     pieces = [(longest[g], range(i, i + k)) for g in groups for i in range(g * G, g * G + G, k)]
     while pieces:
         count = max(1, budget // (k * pieces[0][0] + P))  # all are padded to the first
@@ -943,15 +923,13 @@ def update(learner, rollout, advantages, ref_logprobs, config):
     settings = {name: x for name, x in vars(config).items() if name in grpo_loss.__kwdefaults__}
     settings["beta"] = 0.0 if ref_logprobs is None else config.beta
     results, norms = [], []
-    for i in range(config.num_iterations * config.num_mini_batches):
-        if i % config.num_mini_batches == 0:  # a new pass, in a new order
-            order = torch.randperm(B) if config.num_mini_batches > 1 else torch.arange(B)
-        part = order.tensor_split(config.num_mini_batches)[i % config.num_mini_batches]
+    order = torch.randperm if config.num_mini_batches > 1 else torch.arange  # anew in each pass
+    passes = [order(B).tensor_split(config.num_mini_batches) for _ in range(config.num_iterations)]
+    for part in sum(passes, ()):
         # What to divide by is counted over the whole mini-batch. If each micro-batch took the mean
         # of its own tokens, the way it is cut would decide what a token weighs.
-        wholes = {"grpo": len(part) * G, "dapo": int(tokens[part].sum()),
-                  "dr_grpo": len(part) * G * config.max_completion_length}
-        settings["divisor"] = wholes[config.loss_type]
+        wholes = {"grpo": len(part) * G, "dr_grpo": len(part) * G * config.max_completion_length}
+        settings["divisor"] = wholes.get(config.loss_type, int(tokens[part].sum()))  # for dapo
         some = [g for g in part.tolist() if g in groups]
         try:
             one = fit_memory(accumulate, learner, rollout, some, advantages, old_logprobs,
@@ -978,7 +956,7 @@ def update(learner, rollout, advantages, ref_logprobs, config):
             "grad_norm": sum(norms) / updates,
             **{name: sum(n * m[name] for n, m in results) / tokens for name in names},
             "ratio_max": max((m["ratio_max"] for _, m in results), default=0.0),
-            "skipped_updates": config.num_iterations * config.num_mini_batches - len(norms)}
+            "skipped_updates": len(sum(passes, ())) - len(norms)}
 
 
 def join(first, second, keep):
@@ -1028,6 +1006,10 @@ def train_step(learner, tokenizer, questions, reward_fn, config):
     learner.last = (rows, rollout.texts, rewards, advantages)
     metrics = update(learner, rollout, advantages.flatten().to(rollout.logprobs), ref, config)
     done, lengths = time.perf_counter(), rollout.completion_mask.sum(dim=1).double()
+    # What to watch. reward_mean is progress; loss is not. zero_variance_fraction near 1: nothing
+    # to learn from. reward_mean stuck at 0.5 while completion_length collapses: the box is being
+    # had without the answer (reward hacking). entropy near 0 early: the policy has stopped
+    # exploring (collapse). ratio_max of several, or a kl that jumps: the steps are too large.
     return {"reward_mean": rewards.mean().item(), "reward_std": rewards.std(correction=0).item(),
             "zero_variance_fraction": (advantages == 0).all(dim=1).double().mean().item(),
             "completion_length": lengths.mean().item(),
@@ -1067,9 +1049,8 @@ def save_checkpoint(path, step, learner, state, run):
     """All that a run needs to go on, in one file with nothing in it that could be executed. It is
     written beside and then renamed, so whatever kills the process, and whenever, the file at
     `path` is a whole checkpoint: this one, or the one before."""
-    state_of = learner.optimizer.state
     tensors = {f"{i} {key}": x.detach() for i, weight in enumerate(learner.weights)
-               for key, x in {"weight": weight, **state_of[weight]}.items()}
+               for key, x in {"weight": weight, **learner.optimizer.state[weight]}.items()}
     try:
         save_file(tensors, path + ".new", metadata={"json": json.dumps([step, state, run])})
         os.replace(path + ".new", path)
@@ -1105,9 +1086,9 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
     """The loop, as a generator: yields (metrics, learner) after each step, so that a caller can do
     what it likes in between: `for metrics, learner in training_steps(...): evaluate(...)`.
 
-    With an `output_dir` it writes metrics.jsonl (a line a step) and, every
-    save_steps and at the end, a checkpoint; with `resume` it goes on from that. Ctrl-C finishes
-    the step, saves and ends the loop; twice stops at once.
+    With an `output_dir` it writes metrics.jsonl (a line a step) and, every save_steps and at the
+    end, a checkpoint; with `resume` it goes on from that. Ctrl-C finishes the step, saves and ends
+    the loop; twice stops at once.
     """
     rows = list(dataset)
     bad = [i for i, r in enumerate(rows) if not r.get("prompt") or r.keys() != rows[0].keys()]

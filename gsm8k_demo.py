@@ -100,7 +100,7 @@ def load_gsm8k(folder=None):
         try:
             data = load_dataset("openai/gsm8k", "main")
         except Exception as error:
-            raise OSError(f"cannot load openai/gsm8k ({error}). Without a network: --rehearsal, or "
+            raise OSError(f"cannot load openai/gsm8k ({error}). Without a network --rehearsal, or "
                           "--data and a folder with GSM8K's train.jsonl and test.jsonl") from error
         parts = [data["train"], data["test"]]
 
@@ -257,12 +257,12 @@ def preflight(model, tokenizer, dataset, config):
 # ------------------------------------------------------------------------------------------------
 
 HONEST = """What this shows: by its score alone, GRPO found the habit that works, and made it
-the rule. What it does not show: that it taught arithmetic. The tiny model could do the sums before;
-its low start was made, by texts most of which stop halfway."""
+the rule. What it does not show: that it taught arithmetic. The tiny model could do the sums
+before; its low start was made, by texts most of which stop halfway."""
 # Flags that the rehearsal sets, unless they are typed. A small model takes a large learning rate.
 REHEARSAL = dict(steps=40, prompts_per_step=16, max_completion_length=28, learning_rate=5e-4,
                  warmup_steps=5, beta=0.02, eval_questions=256)
-# kind of problem: the operations of its two steps -> its words
+# The operations of a problem's two steps -> its words.
 PROBLEMS = {
     "*+": "{name} buys {a} bags of {b} {things}, then {c} more. How many?",
     "*-": "{name} buys {a} bags of {b} {things}, then loses {c}. How many?",
@@ -273,40 +273,39 @@ PROBLEMS = {
 }
 NAMES = ["Anna", "Ben", "Cara", "Dan"]
 THINGS = ["pens", "eggs", "cards", "coins"]
-LARGEST = 33  # of all numbers that occur: a quarter of a million weights can learn these tables
-# How the texts of one pre-training step answer. The same number of each in every step, not drawn:
-# the bad habit then leads by much the same margin whatever the seed, and the greedy answer is
-# mostly bad.
+LARGEST = 20  # number to occur: the fewer the sums, the sooner they are learned
+
+# How the texts of one pre-training step answer: so many of each in every step, not drawn, so that
+# the bad habit leads by the same margin, and greedy answers show it, whatever the seed.
 HABITS = ["first step"] * 10 + ["no box"] * 2 + ["worked through"] * 4
 DRILLS_PER_STEP, PRETRAIN_STEPS, PRETRAIN_LR = 6, 600, 3e-3
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-CHAT_TEMPLATE = (  # Qwen's, without the system prompt: here it would be tokens that say nothing
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>"
-    "\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+# Qwen's, without its system prompt: here that would be tokens that say nothing.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def calculate(x, operation, y):
-    return {"+": x + y, "-": x - y, "*": x * y}[operation]
-
-
 def solve(kind, a, b, c):
-    """Both steps as (number, operation, number, result)."""
-    first = calculate(a, kind[0], b)
-    return (a, kind[0], b, first), (first, kind[1], c, calculate(first, kind[1], c))
+    """Both steps, each as (number, operation, number, result)."""
+    calculate = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+    first = calculate[kind[0]](a, b)
+    return (a, kind[0], b, first), (first, kind[1], c, calculate[kind[1]](first, c))
 
 
 def all_problems():
-    """Every (kind, a, b, c) whose numbers and results are all from 2 to LARGEST."""
+    """Every (kind, a, b, c) whose results are from 2 to LARGEST."""
     numbers = product(PROBLEMS, range(2, LARGEST + 1), range(2, 8), range(2, 8))
     return [p for p in numbers if all(2 <= step[-1] <= LARGEST for step in solve(*p))]
 
 
-def ask(problem, rng):
-    """The problem as a chat."""
+def as_chat(problem, rng):
+    """The problem in words, as a chat."""
     kind, a, b, c = problem
-    words = dict(name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, b=b, c=c)
-    return [{"role": "user", "content": PROBLEMS[kind].format(**words)}]
+    name, things = rng.choice(NAMES), rng.choice(THINGS)
+    words = PROBLEMS[kind].format(name=name, things=things, a=a, b=b, c=c)
+    return [{"role": "user", "content": words}]
 
 
 def answer_in_habit(problem, name):
@@ -325,7 +324,7 @@ def habit(text):
 
 
 def make_tokenizer(texts):
-    """Byte-level BPE as Qwen has it (single digits, line breaks apart), learned from `texts`."""
+    """Byte-level BPE in Qwen's manner, with single digits, trained on `texts`."""
     core = Tokenizer(models.BPE())
     pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"
     core.pre_tokenizer = pre_tokenizers.Sequence([
@@ -333,8 +332,8 @@ def make_tokenizer(texts):
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     core.decoder = decoders.ByteLevel()
     core.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL_TOKENS, show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))  # so that any text can be encoded
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))  # so any text works
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>",
                                    pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE)
 
@@ -342,71 +341,73 @@ def make_tokenizer(texts):
 def rehearsal(seed):
     """-> (model, tokenizer, train_dataset, test_dataset): the tiny world, pre-trained on the spot.
 
-    The same seed gives the same weights; the global random numbers are neither used nor disturbed.
+    The same seed gives the same weights; global random numbers are neither used nor disturbed.
     """
     rng = random.Random(seed)
     problems = all_problems()
     rng.shuffle(problems)
-    fifth = len(problems) // 5
-    test, grpo, pretrain = (problems[part] for part in (
-        slice(fifth), slice(fifth, 5 * fifth // 2), slice(5 * fifth // 2, None)))
+    n = len(problems)
+    test, grpo, pretrain = problems[: n // 5], problems[n // 5 : n // 2], problems[n // 2 :]
     assert not set(test) & set(grpo + pretrain), "a test problem is also a training problem"
 
-    samples = [(ask(p, rng)[0]["content"], answer_in_habit(p, "worked through")) for p in pretrain]
-    tokenizer = make_tokenizer(["user\nassistant\n" + "\n".join(sample) for sample in samples])
+    questions = [as_chat(p, rng)[0]["content"] for p in pretrain]
+    answers = [answer_in_habit(p, "worked through") for p in pretrain]
+    tokenizer = make_tokenizer(["user", "assistant"] * 99 + questions + answers)
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
 
     def encode(*pieces):
-        """Texts to be read and to be learned, by turns -> token ids, and which are learned."""
+        """Pieces of text, by turns only read and learned -> token ids, and which are learned."""
         rows = [tokenizer.backend_tokenizer.encode(piece).ids for piece in pieces]
         return sum(rows, []), [i % 2 for i, row in enumerate(rows) for _ in row]
 
     def problem_row(name):
         problem = rng.choice(pretrain)
-        chat = ask(problem, rng)
-        chat = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        return encode(chat, answer_in_habit(problem, name) + "<|im_end|>")
+        question = tokenizer.apply_chat_template(
+            as_chat(problem, rng), tokenize=False, add_generation_prompt=True)
+        return encode(question, answer_in_habit(problem, name) + "<|im_end|>")
 
-    # Bare sums besides: a word problem is forty tokens for one sum or two, a row of these for six.
-    # With them the arithmetic is learned in a third of the time.
+    # Bare sums besides, six in a row. A word problem takes forty tokens to teach one sum or two;
+    # with these the arithmetic is there much sooner.
     sums = sorted({step for problem in pretrain for step in solve(*problem)})
 
     def drill_row():
-        drawn = [("%d%s%d=" % step[:3], "%d\n" % step[3]) for step in rng.choices(sums, k=6)]
-        return encode(*(piece for pair in drawn for piece in pair))
+        drawn = rng.choices(sums, k=6)
+        return encode(*(text for s in drawn for text in ("%d%s%d=" % s[:3], "%d\n" % s[3])))
 
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256,
-        tie_word_embeddings=True, initializer_range=0.08, bos_token_id=None, eos_token_id=end,
-        pad_token_id=pad, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+        # Qwen2's defaults, 1e4 and 0.02, learn far more slowly at this size
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5}, initializer_range=0.08,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=end, pad_token_id=pad)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs as well
-        model = Qwen2ForCausalLM(config).float()
+        model = Qwen2ForCausalLM(config)
     model.generation_config.eos_token_id = [end, pad]
 
-    optimizer = torch.optim.AdamW(model.parameters(), PRETRAIN_LR, (0.9, 0.95), weight_decay=0.1)
-    for step in tqdm(range(PRETRAIN_STEPS), "pre-training the tiny model", leave=False):
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    for step in tqdm(range(PRETRAIN_STEPS), "pre-training", leave=False, disable=None):
         # 50 steps up, then linearly down to 0
         rate = min((step + 1) / 50, (PRETRAIN_STEPS - step) / (PRETRAIN_STEPS - 50))
         optimizer.param_groups[0]["lr"] = PRETRAIN_LR * rate
         batch = [problem_row(name) for name in HABITS]
         batch += [drill_row() for _ in range(DRILLS_PER_STEP)]
         width = max(len(ids) for ids, _ in batch)
-        # Padded on the right, a causal model needs no attention mask: nothing looks to the right.
+        # Padded on the right, a causal model needs no attention mask: no token looks that way.
         ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in batch])
-        learned = torch.tensor([mask + [0] * (width - len(mask)) for _, mask in batch])
-        learned = learned.bool()[:, 1:]
-        hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state[learned]
-        loss = F.cross_entropy(model.lm_head(hidden), ids[:, 1:][learned])
+        learned = torch.tensor([mask + [0] * (width - len(mask)) for _, mask in batch]).bool()
+        hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state
+        # Logits only where the next token is one to learn: the answers, not the questions.
+        logits = model.lm_head(hidden[learned[:, 1:]])
+        loss = F.cross_entropy(logits, ids[:, 1:][learned[:, 1:]])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
     def dataset(problems):
-        return Dataset.from_list(
-            [{"prompt": ask(p, rng), "answer": str(solve(*p)[1][-1])} for p in problems])
+        rows = [{"prompt": as_chat(p, rng), "answer": str(solve(*p)[1][-1])} for p in problems]
+        return Dataset.from_list(rows)
 
     return model.eval(), tokenizer, dataset(grpo), dataset(test)
 
@@ -448,8 +449,8 @@ def warn(history):
     if all(m["truncated_fraction"] == 1 for m in history):
         tqdm.write("warning: every answer is cut off, and earns 0: --max_completion_length")
     if all(m["zero_variance_fraction"] == 1 for m in history):
-        tqdm.write("warning: all answers to a question earn the same: nothing to learn. Too hard, too "
-                   "easy, or never boxed? samples.jsonl has some")
+        tqdm.write("warning: all answers to a question earn the same: nothing to learn. Too hard, "
+                   "too easy, or never boxed? samples.jsonl has some")
 
 
 def run(config, demo, rehearsing):
@@ -570,8 +571,8 @@ def main():
         gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
         rehearsing = demo.rehearsal or not (gpu or demo.model or demo.data or demo.random_weights)
         if rehearsing and not demo.rehearsal:
-            print("no GPU here, so this is the rehearsal: a tiny model that learns on the CPU. The "
-                  f"real thing would take days: --model {MODEL}")
+            print("no GPU here, so this is the rehearsal: a tiny model that learns on the CPU. "
+                  f"The real thing would take days: --model {MODEL}")
         # What was typed still wins over these when the flags are read again.
         chosen = REHEARSAL if rehearsing else MEASURING if demo.random_weights else {}
         parser.set_defaults(**chosen)
