@@ -39,18 +39,13 @@ from grpo import GRPOConfig, knob, rule_reward, sample_groups, token_logprobs, t
 # for arithmetic. A cap of 512 tokens: at 256, more than half of this model's answers are cut off,
 # and earn nothing.
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
-SYSTEM_PROMPT = (
-    "You are a helpful assistant. Solve the problem step by step, and put the final number, and "
-    "nothing else, into \\boxed{}."
-)
+SYSTEM_PROMPT = "Solve the problem step by step, and put only the final number into \\boxed{}."
 CHAT = """chat with it:
     from transformers import pipeline
     chat = pipeline("text-generation", "{output}")
     messages = [{{"role": "system", "content": {system!r}}},
                 {{"role": "user", "content": "Tom has 3 boxes of 12 eggs and drops 5. How many?"}}]
     print(chat(messages, max_new_tokens=512)[0]["generated_text"][-1]["content"])"""
-
-
 MEASURING = dict(steps=5, show_steps=1, save_steps=0, eval_questions=0)  # --random_weights sets it
 
 
@@ -146,21 +141,19 @@ def evaluate(model, tokenizer, dataset, max_completion_length=512, batch_size=25
     alone flatters, since it also rises when a model merely becomes surer of what it did most
     often before. Whatever is drawn here does not touch the training's random numbers.
     """
-    answers, texts, samples, cut = dataset["answer"], [], [], 0
+    rows, texts, samples = list(dataset), [], []  # a list of dicts does as well
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        for first in tqdm(range(0, len(dataset), batch_size), "evaluating", leave=False):
-            prompts = dataset[first : first + batch_size]["prompt"]
+        for first in tqdm(range(0, len(rows), batch_size), "evaluating", leave=False):
+            prompts = [row["prompt"] for row in rows[first : first + batch_size]]
             for t, kept in ((temperature, texts), (1.0, samples))[: 1 + sampled]:
-                rollout = sample_groups(model, tokenizer, prompts, 1, temperature=t,
-                                        max_completion_length=max_completion_length)
-                kept += rollout.texts
-                cut += int(rollout.truncated.sum()) * (kept is texts)
-    total, right = max(len(texts), 1), sum(map(is_right, texts, answers))
+                kept += sample_groups(model, tokenizer, prompts, 1, temperature=t,
+                                      max_completion_length=max_completion_length).texts
+    answers, total = [row["answer"] for row in rows], max(len(rows), 1)
+    right = sum(map(is_right, texts, answers))
     lenient = sum(is_right(text, answer, lenient=True) for text, answer in zip(texts, answers))
     result = {"questions": len(texts), "accuracy": right / total,
-              "interval": wilson(right, len(texts)), "lenient_accuracy": lenient / total,
-              "truncated_fraction": cut / total}
+              "interval": wilson(right, len(texts)), "lenient_accuracy": lenient / total}
     if sampled:
         result["sampled_accuracy"] = sum(map(is_right, samples, answers)) / total
     return result
@@ -376,7 +369,7 @@ def rehearsal(seed):
 
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=1024,
         # Qwen2's defaults, 1e4 and 0.02, learn far more slowly at this size
         rope_parameters={"rope_type": "default", "rope_theta": 1e5}, initializer_range=0.08,
         tie_word_embeddings=True, bos_token_id=None, eos_token_id=end, pad_token_id=pad)

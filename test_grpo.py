@@ -4443,5 +4443,12 @@ def test_the_demo_from_flags_to_files(base, tmp_path, monkeypatch, capsys):
     assert [json.loads(line)["step"] for line in open(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+def test_evaluation_by_its_defaults(base):
+    # No cap given: the tiny model's context has room for the default of 512.
+    model, tokenizer, _, test_data = base
+    result = gsm8k_demo.evaluate(model, tokenizer, list(test_data.select(range(4))))
+    assert result["questions"] == 4 and 0 <= result["interval"][0] <= result["interval"][1] <= 1
+
+
 if __name__ == "__main__":  # test_sigkill_at_random_moments starts this file as a program
     campaign(*sys.argv[1:])
