@@ -40,8 +40,9 @@ is "John has 3 apples and buys 2 more. How many apples does he have?", and there
 Shapes: B questions, G answers to each, N = B * G rows; the G answers to one question stand next to
 each other ("group-major": rows 0..G-1 belong to question 0). P is the width of the prompts,
 padded on the left; T the width of the answers ("completions"), padded on the right; V the
-vocabulary. Every function up to section 8 takes tensors and gives tensors, and stands alone:
-paste it under `import torch` (`rule_reward` with `extract_boxed`, under `import re`).
+vocabulary. Every function of the mathematics takes tensors and gives tensors, and stands alone:
+paste it under `import torch` (`rule_reward` with `extract_boxed`, under `import re`; `grpo_loss`
+with the three that it calls).
 
 What is changed against the papers, and why: the mean over tokens is over the answers of a whole
 step, however it is cut into micro-batches; a log-ratio is limited to +-50 so that nothing
@@ -717,7 +718,7 @@ class GRPOConfig:
     seed: int = knob(0, "of the order of the questions and of the sampling")
     save_steps: int = knob(50, "steps between checkpoints; 0: none")
     gradient_checkpointing: bool = knob(False, "less memory in the update, for a third more time")
-    tokens_per_micro_batch: Optional[int] = knob(None, "tokens in memory at once")
+    tokens_per_micro_batch: Optional[int] = knob(None, "tokens at once; 8192, or what fits")
 
     def __post_init__(self):
         words = {"True": "group", "False": "none"}  # TRL takes these too
@@ -1005,7 +1006,7 @@ def train_step(learner, tokenizer, questions, reward_fn, config):
     advantages = group_scale(rewards, config.scale_rewards)  # (B, G)
     learner.last = (rows, rollout.texts, rewards, advantages)
     metrics = update(learner, rollout, advantages.flatten().to(rollout.logprobs), ref, config)
-    done, lengths = time.perf_counter(), rollout.completion_mask.sum(dim=1).double()
+    done, lengths = time.perf_counter(), rollout.completion_mask.cpu().sum(dim=1).double()
     # What to watch. reward_mean is progress; loss is not. zero_variance_fraction near 1: nothing
     # to learn from. reward_mean stuck at 0.5 while completion_length collapses: the box is being
     # had without the answer (reward hacking). entropy near 0 early: the policy has stopped
@@ -1013,7 +1014,7 @@ def train_step(learner, tokenizer, questions, reward_fn, config):
     return {"reward_mean": rewards.mean().item(), "reward_std": rewards.std(correction=0).item(),
             "zero_variance_fraction": (advantages == 0).all(dim=1).double().mean().item(),
             "completion_length": lengths.mean().item(),
-            "truncated_fraction": rollout.truncated.double().mean().item(), **metrics,
+            "truncated_fraction": rollout.truncated.cpu().double().mean().item(), **metrics,
             "questions_seen": learner.questions_seen,
             "learning_rate": learner.optimizer.param_groups[0]["lr"],
             "sample_seconds": sampled - started, "update_seconds": done - sampled,
@@ -1096,7 +1097,7 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
         raise ValueError(f"{len(rows)} rows of data, of which {bad[:9]} lack a prompt or a column")
     set_seed(config.seed)  # torch, and python's and numpy's random, for reward functions that draw
     # What a checkpoint has to have in common with the run that goes on from it.
-    sizes = sum(p.detach().abs().sum(dtype=torch.float64).item() for p in model.parameters())
+    sizes = sum(p.detach().cpu().double().abs().sum().item() for p in model.parameters())
     run = {**asdict(config), "model": f"{type(model).__name__} {sizes:.6e}",
            "data": f"{len(rows)} rows {zlib.crc32(repr(rows).encode(errors='replace'))}"}
     learner, done = make_learner(model, config), 0
