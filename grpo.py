@@ -1096,10 +1096,13 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
     if bad or not rows:
         raise ValueError(f"{len(rows)} rows of data, of which {bad[:9]} lack a prompt or a column")
     set_seed(config.seed)  # torch, and python's and numpy's random, for reward functions that draw
-    # What a checkpoint has to have in common with the run that goes on from it.
+    # What a checkpoint has to have in common with the run that goes on from it: all but the
+    # settings that change only time and memory, so that one may resume with less of either.
     sizes = sum(p.detach().cpu().double().abs().sum().item() for p in model.parameters())
     run = {**asdict(config), "model": f"{type(model).__name__} {sizes:.6e}",
            "data": f"{len(rows)} rows {zlib.crc32(repr(rows).encode(errors='replace'))}"}
+    for name in ("save_steps", "gradient_checkpointing", "tokens_per_micro_batch"):
+        del run[name]
     learner, done = make_learner(model, config), 0
     # The library's formula for the schedule. One step on, or the first would be made at rate 0.
     rate = get_scheduler(config.lr_scheduler_type, learner.optimizer, config.warmup_steps,

@@ -4342,6 +4342,22 @@ def test_random_weights_end_their_answers_at_realistic_lengths(tmp_path):
     assert 18 < rollout.completion_mask.sum(dim=1).float().mean() < 34
 
 
+def test_what_costs_memory_may_change_on_resume(tmp_path):
+    # The advice when memory runs out is gradient_checkpointing; it has to be possible to take it.
+    reward = functools.partial(lambda completions, **columns: [len(c) % 3 for c in completions])
+    data = [{"prompt": f"w{i}"} for i in range(6)]
+    config = dict(num_generations=2, prompts_per_step=2, max_completion_length=4, steps=3)
+    steps = training_steps(tiny_model(), tiny_tokenizer(), data, reward,
+                           GRPOConfig(**config, save_steps=1), str(tmp_path))
+    next(steps), next(steps), steps.close()
+    changed = GRPOConfig(**config, tokens_per_micro_batch=20, gradient_checkpointing=True)
+    metrics = train(tiny_model(), tiny_tokenizer(), data, reward, changed, str(tmp_path), True)
+    assert [m["step"] for m in metrics] == [1, 2, 3]
+    with pytest.raises(ValueError, match="beta"):
+        train(tiny_model(), tiny_tokenizer(), data, reward, GRPOConfig(**config, beta=0.5),
+              str(tmp_path), True)
+
+
 # The rehearsal: one pre-trained base serves all of these ----------------------------------------
 
 
