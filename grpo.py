@@ -50,12 +50,11 @@ overflows; answers may be sampled and scored in bfloat16 while the weights stay 
 is left out: a learned reward model, a critic, iterated reference models, several GPUs.
 """
 
-import copy, json, os, random, re, signal, threading, time, zlib  # noqa: E401
-from dataclasses import asdict, dataclass, field, fields
+import copy, json, os, re, signal, threading, time, zlib  # noqa: E401
+from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Real
 from typing import Literal, Optional, get_args, get_origin
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -330,48 +329,43 @@ def group_advantages(rewards, scale_rewards=True):
 
 
 def token_logprobs(model, input_ids, attention_mask, completion_length, temperature=1.0, *,
-                   num_generations=1, return_entropy=False, tokens_per_chunk=512):
+                   num_generations=1, return_entropy=False, entropy_gradient=True,
+                   tokens_per_chunk=512):
     """log pi_theta of each completion token: ids and mask (N, P+T) -> (N, T), differentiable.
 
     T is `completion_length`. `temperature` is the one that was sampled at: to score at another
     one compares two different distributions. float32 whatever the model computes in (float64 for
     a float64 model); 0 where `attention_mask` is. With `num_generations` = G > 1 the rows are
     groups of G that share a prompt, which is then computed once for all of them, gradients
-    included (this takes a cache, so not together with gradient checkpointing). With
-    `return_entropy`, gives (log-probs, entropies): of the whole distribution at each token, in
-    nats. ValueError for temperature 0 and a completion_length that leaves no prompt.
+    included (`tree_states`). With `return_entropy`, gives (log-probs, entropies): of the whole
+    distribution at each token, in nats; without a gradient if `entropy_gradient` is False.
+    ValueError for temperature 0 and a completion_length that leaves no prompt.
     """
     T, P, G = completion_length, input_ids.shape[1] - completion_length, num_generations
     if not (temperature > 0 and T >= 1 and P >= 1):
         raise ValueError(f"not > 0: temperature {temperature}, prompt {P}, completion_length {T}")
-    trunk, head = model.base_model, model.get_output_embeddings()
     positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)  # (N, P+T), as in the sampler
+    real = attention_mask[:, P:].bool()  # (N, T); M of them are
     # The trunk makes hidden states of width H, the head turns each into V logits. Some models then
-    # scale or cap these (Gemma 2, Granite, Cohere): head(trunk(x)) is wrong by nats. Compare once.
+    # scale or cap these (Gemma 2, Granite, Cohere): head(trunk(x)) is wrong by nats. Compare once,
+    # and for those go the long way: all logits at once, from the model itself.
+    trunk, head, config = model.base_model, model.get_output_embeddings(), model.config
     if not hasattr(model, "head_gives_logits"):
-        few = input_ids[:1, :8]
-        apart = head(trunk(few, use_cache=False).last_hidden_state) - model(few).logits
+        apart = head(trunk(input_ids[:1, :8], use_cache=False)[0]) - model(input_ids[:1, :8])[0]
         model.head_gives_logits = apart.abs().max().item() < 1e-3
-    if not model.head_gives_logits:  # the long way: all logits at once, from the model itself
-        states = model(input_ids, attention_mask=attention_mask, position_ids=positions).logits
-        states, head = states[:, P - 1 : -1], torch.nn.Identity()  # (N, T, V)
-    elif G == 1:
+    if not model.head_gives_logits:
+        trunk, head = model, torch.nn.Identity()  # then H is V
+    # Models that look back through a window, or without attention, are not for tree_states.
+    windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    windows = windows or getattr(config, "sliding_window", None)
+    if G > 1 and not windows and config._attn_implementation in ("sdpa", "eager"):
+        states = tree_states(trunk, input_ids, attention_mask, positions, P, G)  # the same, faster
+    else:
         states = trunk(input_ids, attention_mask=attention_mask, position_ids=positions,
-                       use_cache=False).last_hidden_state  # (N, P+T, H)
+                       use_cache=False)[0]  # (N, P+T, H)
         # Off by one, on purpose: the prompt's last state predicts the answer's first token, and
         # the answer's last state has nothing left to predict.
-        states = states[:, P - 1 : -1]  # (N, T, H)
-    else:
-        # As in the sampler: each prompt once, its keys and values to all G answers. To repeat is
-        # differentiable: the prompt receives the sum of the gradients of its answers.
-        out = trunk(input_ids[::G, :P], attention_mask=attention_mask[::G, :P],
-                    position_ids=positions[::G, :P], use_cache=True)
-        rows = torch.arange(len(input_ids), device=input_ids.device) // G  # (N,) 0 0 0 1 1 1 ...
-        first, cache = out.last_hidden_state[rows, -1:], out.past_key_values  # first (N, 1, H)
-        cache.reorder_cache(rows)
-        states = trunk(input_ids[:, P:], attention_mask=attention_mask, past_key_values=cache,
-                       position_ids=positions[:, P:], use_cache=True).last_hidden_state
-        states = torch.cat([first, states[:, :-1]], dim=1)  # (N, T, H)
+        states = states[:, P - 1 : -1][real]  # (M, H)
 
     def score(states, targets):  # (n, H), (n,) -> (n,), (n,)
         logits = head(states)  # (n, V)
@@ -383,20 +377,59 @@ def token_logprobs(model, input_ids, attention_mask, completion_length, temperat
             return logprobs, logprobs
         # -sum p log p. (-log p of the drawn token has the same mean, but its expected gradient is
         # zero, like k1's in section 6. An entropy bonus takes the whole distribution.)
-        p = logits.softmax(dim=-1)  # where it is 0 the logit may be -inf, and 0 * -inf is NaN
-        return logprobs, log_normaliser - (p * logits.masked_fill(p == 0, 0.0)).sum(dim=-1)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
+            p = logits.softmax(dim=-1)  # where it is 0 the logit may be -inf, and 0 * -inf is NaN
+            entropies = log_normaliser - (p * logits.masked_fill(p == 0, 0.0)).sum(dim=-1)
+        return logprobs, entropies
 
     # The logits of 16 answers of 512 tokens over Qwen's vocabulary are 4.6 GiB in float32, and
     # the backward pass would keep three such tensors. So the head sees some hundred tokens at a
     # time, and `checkpoint` forgets each chunk's logits and makes them again in the backward
     # pass. Padding is left out altogether.
-    real = attention_mask[:, P:].bool()  # (N, T)
-    states, targets = states[real], input_ids[:, P:][real]  # (M, H), (M,) for M real tokens
-    chunks = [torch.utils.checkpoint.checkpoint(score, *chunk, use_reentrant=False)
-              for chunk in zip(states.split(tokens_per_chunk), targets.split(tokens_per_chunk))]
+    pairs = zip(states.split(tokens_per_chunk), input_ids[:, P:][real].split(tokens_per_chunk))
+    chunks = [torch.utils.checkpoint.checkpoint(score, *pair, use_reentrant=False)
+              for pair in pairs]
     zeros = torch.zeros_like(real, dtype=chunks[0][0].dtype)  # (N, T)
     logprobs, entropies = (zeros.masked_scatter(real, torch.cat(part)) for part in zip(*chunks))
     return (logprobs, entropies) if return_entropy else logprobs
+
+
+def tree_states(trunk, input_ids, attention_mask, positions, P, G):
+    """The states (M, H) that predict the M real answer tokens, each prompt computed once. (Skip on
+    a first reading: the same numbers and gradients as a plain pass, from less work.)
+
+    The G answers to a prompt make one row, without padding, that is read as a tree:
+
+        prompt | answer 1 | answer 2 | ... | answer G       <- each continues the prompt
+
+    The attention mask hides the answers from one another, and their positions all go on from the
+    prompt's last; so each token sees what it would see if its answer stood there alone. The prompt
+    receives the sum of the gradients of its answers.
+    """
+    N, device = len(input_ids), input_ids.device
+    branch = torch.zeros_like(input_ids)  # (N, P+T) 0 in the prompt, else which answer it is
+    branch[:, P:] = torch.arange(1, N + 1, device=device).unsqueeze(1)
+
+    def tree(x):  # (N, P+T) -> (n, P + G*T): one prompt, then all of its answers
+        return torch.cat([x[::G, :P], x[:, P:].reshape(N // G, -1)], dim=1)
+
+    real = tree(attention_mask)
+    order = real.argsort(dim=1, descending=True, stable=True)  # padding goes to the end ...
+    order = order[:, : int(real.sum(dim=1).max())]  # (n, L) ... and off
+    ids, positions, real, branch = (tree(x).gather(1, order)  # (n, L) each
+                                    for x in (input_ids, positions, attention_mask, branch))
+    # A token (a line of the mask) sees what comes before it, in the prompt and its own answer.
+    sees = (branch.unsqueeze(1) == 0) | (branch.unsqueeze(1) == branch.unsqueeze(2))  # (n, L, L)
+    dtype = next(trunk.parameters()).dtype
+    wall = torch.zeros_like(sees, dtype=dtype).masked_fill(~sees.tril(), torch.finfo(dtype).min)
+    states = trunk(ids, attention_mask=wall.unsqueeze(1), position_ids=positions,
+                   use_cache=False)[0]  # (n, L, H)
+    # What predicts a token is the state before it; for the first of an answer, the prompt's last.
+    width = ((branch == 0) & (real > 0)).sum(dim=1, keepdim=True)  # (n, 1) of the prompt
+    place = torch.arange(order.shape[1], device=device)  # (L,)
+    before = torch.where(positions == width, width, place) - 1  # (n, L)
+    states = states.gather(1, before.clamp(min=0).unsqueeze(2).expand_as(states))  # (n, L, H)
+    return states[(branch > 0) & (real > 0)]
 
 
 # What tells that all of this is right is not that "the ratio is 1 at the first step": that holds
@@ -718,13 +751,14 @@ class GRPOConfig:
     seed: int = knob(0, "of the order of the questions and of the sampling")
     save_steps: int = knob(50, "steps between checkpoints; 0: none")
     gradient_checkpointing: bool = knob(False, "less memory in the update, for a third more time")
-    tokens_per_micro_batch: Optional[int] = knob(None, "tokens at once; 8192, or what fits")
+    tokens_per_micro_batch: int = knob(8192, "at once in the update; halved where it must be")
 
     def __post_init__(self):
-        words = {"True": "group", "False": "none"}  # TRL takes these too
-        self.scale_rewards = words.get(str(self.scale_rewards), self.scale_rewards)
+        trl = {"True": "group", "False": "none"}  # TRL takes these too
+        self.scale_rewards = trl.get(str(self.scale_rewards), self.scale_rewards)
         least = dict.fromkeys(("temperature", "max_grad_norm"), 1e-6) | {"num_generations": 2}
-        ones = "prompts_per_step max_completion_length steps num_iterations num_mini_batches"
+        ones = ("prompts_per_step max_completion_length steps num_iterations num_mini_batches "
+                "tokens_per_micro_batch")
         least |= dict.fromkeys(ones.split(), 1)
         for f in fields(self):
             value, choices, low = getattr(self, f.name), get_args(f.type), least.get(f.name, 0)
@@ -755,7 +789,12 @@ class Learner:
     budget: int  # tokens in a micro-batch
     questions_seen: int = 0
     failed: int = 0  # updates in a row that were skipped because a number was not finite
-    last: tuple = ()  # rows, texts, rewards (B, G), advantages (B, G) of the last step, to look at
+    last: tuple = ()  # rows, rollout, rewards (B, G), advantages (B, G) of the last step
+
+
+def computes_in_bf16(model):
+    """Whether a model (or a tensor) is on a GPU that computes in bfloat16."""
+    return model.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def make_learner(model, config):
@@ -768,8 +807,7 @@ def make_learner(model, config):
     GPUs, older cards) the model computes in float32, and its parameters are the master weights
     themselves.
     """
-    bf16 = model.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    parameters, weights = [], []
+    parameters, weights, bf16 = [], [], computes_in_bf16(model)
     for parameter in model.parameters():
         wide = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
         # Only parameters are cast. `model.to(torch.bfloat16)` would round a buffer as well, the
@@ -784,8 +822,7 @@ def make_learner(model, config):
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     # AdamW shrinks all weights by 0.01 * learning rate in each step unless told otherwise.
     optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0)
-    return Learner(model, reference, parameters, weights, optimizer,
-                   config.tokens_per_micro_batch or 8192)
+    return Learner(model, reference, parameters, weights, optimizer, config.tokens_per_micro_batch)
 
 
 def score_rewards(reward_fn, rows, rollout, num_generations):
@@ -810,28 +847,26 @@ def score_rewards(reward_fn, rows, rollout, num_generations):
 
 
 def micro_batches(rollout, groups, num_generations, budget):
-    """Cut groups into parts of about `budget` tokens, padding included. Yields (rows, k, ids,
-    attention_mask, completion_mask); every k neighbouring rows share a prompt.
+    """Cut groups into parts of about `budget` tokens. Yields (rows, k); every k neighbouring rows
+    share a prompt.
 
     Whole groups (k = G), since their prompt is computed once, unless the largest is too large.
-    Like lengths together, so that little is padding; the longest first, so that memory, if it is
-    short, is short at once and not after an hour. Columns that are padding in all rows are cut
-    off.
+    Like sizes together, since all are padded to the largest of a part; the largest first, so that
+    memory, if it is short, is short at once and not after an hour.
     """
-    lengths, G = rollout.completion_mask.sum(dim=1).tolist(), num_generations  # N
-    P = rollout.input_ids.shape[1] - rollout.completion_mask.shape[1]
-    widths = rollout.attention_mask[:, :P].sum(dim=1).tolist()  # N
-    longest = {g: max(lengths[g * G : g * G + G]) for g in groups}
-    room = max(budget // max(longest.values(), default=1), 1)  # answers of that length
-    k = max(k for k in range(1, G + 1) if G % k == 0 and k <= room)
-    groups = sorted(groups, key=longest.get, reverse=True)
-    pieces = [(longest[g], range(i, i + k)) for g in groups for i in range(g * G, g * G + G, k)]
+    G, P = num_generations, rollout.input_ids.shape[1] - rollout.completion_mask.shape[1]
+    widths = rollout.attention_mask[:, :P].sum(dim=1).tolist()  # N, of the prompts
+    lengths = rollout.attention_mask[:, P:].sum(dim=1).tolist()  # N, of the answers
+    room = budget // max((lengths[g * G + i] for g in groups for i in range(G)), default=1)
+    k = max(k for k in range(1, G + 1) if G % k == 0 and k <= max(room, 1))
+    pieces = [range(i, i + k) for g in groups for i in range(g * G, g * G + G, k)]
+    size = {piece: widths[piece[0]] + sum(lengths[i] for i in piece) for piece in pieces}
+    pieces.sort(key=size.get, reverse=True)
     while pieces:
-        count = max(1, budget // (k * pieces[0][0] + P))  # all are padded to the first
-        rows = [row for _, piece in pieces[:count] for row in piece]
-        columns = slice(P - max(widths[i] for i in rows), P + max(lengths[i] for i in rows))
-        yield (rows, k, rollout.input_ids[rows, columns], rollout.attention_mask[rows, columns],
-               rollout.completion_mask[rows, : columns.stop - P])
+        largest = size[pieces[0]]
+        alike = sum(size[piece] > 0.8 * largest for piece in pieces)
+        count = max(1, min(alike, budget // largest))
+        yield [row for piece in pieces[:count] for row in piece], k
         pieces = pieces[count:]
 
 
@@ -854,36 +889,34 @@ def score(learner, model, rollout, groups, config):
     """log-probs (N, T) of the rollout under `model`, without gradient: for pi_old and pi_ref."""
     model.eval()  # with dropout pi_old would be another network
     logprobs = torch.zeros_like(rollout.logprobs)
-    parts = micro_batches(rollout, groups, config.num_generations, learner.budget)
-    for rows, k, ids, attention_mask, mask in parts:
-        T = mask.shape[1]
-        logprobs[rows, :T] = token_logprobs(model, ids, attention_mask, T, config.temperature,
-                                            num_generations=k).float()
+    for rows, k in micro_batches(rollout, groups, config.num_generations, learner.budget):
+        logprobs[rows] = token_logprobs(
+            model, rollout.input_ids[rows], rollout.attention_mask[rows], logprobs.shape[1],
+            config.temperature, num_generations=k).float()
     return logprobs
 
 
 def accumulate(learner, rollout, groups, advantages, old_logprobs, ref_logprobs, settings, config):
     """The gradient of one update, micro-batch by micro-batch, into the master weights' .grad.
-    `settings` are grpo_loss's. Gives the metrics as sums over tokens."""
+    `settings` are grpo_loss's. Gives each micro-batch's metrics."""
     model = learner.model
     learner.optimizer.zero_grad(set_to_none=False)
     model.zero_grad(set_to_none=False)  # what a pass that ran out of memory has left
     # Dropout is off (eval) while learning too: with it, the ratio would compare two different
     # networks. Gradient checkpointing works in train mode only, so just those modules get it.
-    keen = [m for m in model.eval().modules() if getattr(m, "gradient_checkpointing", False)]
-    for module in keen:
-        module.training = True
+    for module in model.eval().modules():
+        module.training = getattr(module, "gradient_checkpointing", False)
     results = []
-    parts = micro_batches(rollout, groups, config.num_generations, learner.budget)
-    for rows, k, ids, attention_mask, mask in parts:
-        T, k = mask.shape[1], 1 if keen else k
-        logprobs, entropies = token_logprobs(model, ids, attention_mask, T, config.temperature,
-                                             num_generations=k, return_entropy=True)
+    for rows, k in micro_batches(rollout, groups, config.num_generations, learner.budget):
+        mask = rollout.completion_mask[rows]  # (n, T)
+        logprobs, entropies = token_logprobs(
+            model, rollout.input_ids[rows], rollout.attention_mask[rows], mask.shape[1],
+            config.temperature, num_generations=k, return_entropy=True,
+            entropy_gradient=config.entropy_bonus > 0)
         # With one update per batch of answers, pi_old is pi_theta itself, held constant. The ratio
         # is then 1, but its gradient is not 0: d(ratio) = d(log pi_theta).
-        old = logprobs.detach() if old_logprobs is None else old_logprobs[rows, :T]
-        ref = None if ref_logprobs is None else ref_logprobs[rows, :T]
-        mask = mask & ~(rollout.truncated & config.mask_truncated_completions)[rows, None]
+        old = logprobs.detach() if old_logprobs is None else old_logprobs[rows]
+        ref = None if ref_logprobs is None else ref_logprobs[rows]
         loss, metrics = grpo_loss(logprobs, old, ref, advantages[rows], mask, entropies=entropies,
                                   **settings)
         if not loss.isfinite():
@@ -896,8 +929,8 @@ def accumulate(learner, rollout, groups, advantages, old_logprobs, ref_logprobs,
                 weight.grad += parameter.grad  # bfloat16 gradients, added up in float32
                 parameter.grad = None
         metrics["entropy"] = masked_mean(entropies.detach(), mask).item()
-        metrics["sampler_gap"] = masked_mean((rollout.logprobs[rows, :T] - old).abs(), mask).item()
-        results.append((int(mask.sum()), metrics))
+        metrics["sampler_gap"] = masked_mean((rollout.logprobs[rows] - old).abs(), mask).item()
+        results.append({**metrics, "tokens": int(mask.sum())})
     return results
 
 
@@ -908,8 +941,9 @@ def update(learner, rollout, advantages, ref_logprobs, config):
     mini-batch as a whole, whatever the memory holds at once.
     """
     G, cut = config.num_generations, rollout.truncated & config.mask_truncated_completions
-    mask = rollout.completion_mask & ~cut[:, None]  # (N, T)
-    tokens = mask.reshape(-1, G * mask.shape[1]).sum(dim=1).cpu()  # (B,) in each group's loss
+    mask = rollout.completion_mask & ~cut[:, None]  # (N, T) the tokens in the loss
+    rollout = replace(rollout, completion_mask=mask)
+    tokens = mask.reshape(-1, G * mask.shape[1]).sum(dim=1).cpu()  # (B,)
     # A group of equal rewards has advantages of 0, and without KL no gradient at all. Its answers
     # need no forward and no backward pass. They still count in the divisor: nothing else changes.
     everything = ref_logprobs is not None or config.entropy_bonus > 0
@@ -951,12 +985,11 @@ def update(learner, rollout, advantages, ref_logprobs, config):
             if parameter is not weight:
                 parameter.data.copy_(weight)  # rounded to bfloat16
         learner.failed, results, norms = 0, results + one, norms + [norm]
-    updates, tokens = max(len(norms), 1), max(sum(n for n, _ in results), 1)
+    updates, tokens = max(len(norms), 1), max(sum(m["tokens"] for m in results), 1)
     names = ("kl", "clip_fraction", "entropy", "sampler_gap")  # means over all tokens of the step
-    return {"loss": sum(m["loss"] for _, m in results) / updates,
-            "grad_norm": sum(norms) / updates,
-            **{name: sum(n * m[name] for n, m in results) / tokens for name in names},
-            "ratio_max": max((m["ratio_max"] for _, m in results), default=0.0),
+    means = {name: sum(m["tokens"] * m[name] for m in results) / tokens for name in names}
+    return {"loss": sum(m["loss"] for m in results) / updates, "grad_norm": sum(norms) / updates,
+            "ratio_max": max((m["ratio_max"] for m in results), default=0.0), **means,
             "skipped_updates": len(sum(passes, ())) - len(norms)}
 
 
@@ -1001,10 +1034,12 @@ def train_step(learner, tokenizer, questions, reward_fn, config):
     sampled, ref = time.perf_counter(), None
     if learner.reference is not None:
         ref = fit_memory(score, learner, learner.reference, rollout, range(B), config)
+        ref[0, 0].item()  # a GPU works behind Python's back: wait for it before the clock is read
+    scored = time.perf_counter()
     # Every answer counts in its group's mean and std, those that were cut off too: to drop some of
     # them first would move the baseline of all the others.
     advantages = group_scale(rewards, config.scale_rewards)  # (B, G)
-    learner.last = (rows, rollout.texts, rewards, advantages)
+    learner.last = (rows, rollout, rewards, advantages)
     metrics = update(learner, rollout, advantages.flatten().to(rollout.logprobs), ref, config)
     done, lengths = time.perf_counter(), rollout.completion_mask.cpu().sum(dim=1).double()
     # What to watch. reward_mean is progress; loss is not. zero_variance_fraction near 1: nothing
@@ -1017,7 +1052,8 @@ def train_step(learner, tokenizer, questions, reward_fn, config):
             "truncated_fraction": rollout.truncated.cpu().double().mean().item(), **metrics,
             "questions_seen": learner.questions_seen,
             "learning_rate": learner.optimizer.param_groups[0]["lr"],
-            "sample_seconds": sampled - started, "update_seconds": done - sampled,
+            "sample_seconds": sampled - started, "score_seconds": scored - sampled,
+            "update_seconds": done - scored,
             "tokens_per_second": lengths.sum().item() / (done - started)}
 
 
@@ -1037,23 +1073,14 @@ def question_stream(dataset, seed, seen=0):
         epoch, place = epoch + 1, 0
 
 
-def snapshot(learner):
-    """Where a run stands, weights apart: its place in the data set, and the random generators that
-    it, or somebody's reward function, may draw from. Plain lists and numbers."""
-    name, numbers, *rest = np.random.get_state()
-    return {"questions_seen": learner.questions_seen, "failed": learner.failed,
-            "torch": torch.get_rng_state().tolist(), "python": random.getstate(),
-            "numpy": [name, numbers.tolist(), *rest]}
-
-
-def save_checkpoint(path, step, learner, state, run):
+def save_checkpoint(path, step, learner, seen, run):
     """All that a run needs to go on, in one file with nothing in it that could be executed. It is
     written beside and then renamed, so whatever kills the process, and whenever, the file at
     `path` is a whole checkpoint: this one, or the one before."""
     tensors = {f"{i} {key}": x.detach() for i, weight in enumerate(learner.weights)
                for key, x in {"weight": weight, **learner.optimizer.state[weight]}.items()}
     try:
-        save_file(tensors, path + ".new", metadata={"json": json.dumps([step, state, run])})
+        save_file(tensors, path + ".new", metadata={"json": json.dumps([step, seen, run])})
         os.replace(path + ".new", path)
     except Exception as error:  # a full disk, in the words of whichever library met it
         if os.path.exists(path + ".new"):
@@ -1065,8 +1092,9 @@ def save_checkpoint(path, step, learner, state, run):
 def load_checkpoint(path, learner, run):
     """Put a checkpoint into `learner`; gives its step. ValueError if it belongs to another run."""
     with safe_open(path, framework="pt") as file:
-        step, state, saved = json.loads(file.metadata()["json"])
-    for name in run:
+        step, learner.questions_seen, saved = json.loads(file.metadata()["json"])
+    # What changes only time and memory may differ: one may go on with less of either.
+    for name in run.keys() - {"save_steps", "gradient_checkpointing", "tokens_per_micro_batch"}:
         if run[name] != saved.get(name):
             raise ValueError(f"{path} has {name} {saved.get(name)}, this run has {run[name]}")
     for name, x in load_file(path).items():
@@ -1076,10 +1104,6 @@ def load_checkpoint(path, learner, run):
             weight.data.copy_(x), parameter.data.copy_(x)
         else:  # Adam's two averages, and its count of steps, which stays on the CPU
             learner.optimizer.state[weight][key] = x if key == "step" else x.to(weight.device)
-    learner.questions_seen, learner.failed = state["questions_seen"], state["failed"]
-    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    random.setstate((state["python"][0], tuple(state["python"][1]), state["python"][2]))
-    np.random.set_state(state["numpy"])
     return step
 
 
@@ -1095,14 +1119,10 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
     bad = [i for i, r in enumerate(rows) if not r.get("prompt") or r.keys() != rows[0].keys()]
     if bad or not rows:
         raise ValueError(f"{len(rows)} rows of data, of which {bad[:9]} lack a prompt or a column")
-    set_seed(config.seed)  # torch, and python's and numpy's random, for reward functions that draw
-    # What a checkpoint has to have in common with the run that goes on from it: all but the
-    # settings that change only time and memory, so that one may resume with less of either.
+    # What a checkpoint has to have in common with the run that goes on from it.
     sizes = sum(p.detach().cpu().double().abs().sum().item() for p in model.parameters())
     run = {**asdict(config), "model": f"{type(model).__name__} {sizes:.6e}",
            "data": f"{len(rows)} rows {zlib.crc32(repr(rows).encode(errors='replace'))}"}
-    for name in ("save_steps", "gradient_checkpointing", "tokens_per_micro_batch"):
-        del run[name]
     learner, done = make_learner(model, config), 0
     # The library's formula for the schedule. One step on, or the first would be made at rate 0.
     rate = get_scheduler(config.lr_scheduler_type, learner.optimizer, config.warmup_steps,
@@ -1134,12 +1154,15 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
     try:
         for step in bar:
             learner.optimizer.param_groups[0]["lr"] = config.learning_rate * rate(step)
-            state = snapshot(learner)
+            seen = learner.questions_seen
+            # All random numbers of a step, a reward function's included, come from the seed and
+            # the step's number: a run that goes on draws what it would have drawn.
+            set_seed((config.seed * 1_000_003 + step) % 2**32)
             try:
                 metrics = train_step(learner, tokenizer, questions, reward_fn, config)
             except Exception:  # whatever it was: what was learned is kept, resume tries again
                 if output_dir and step > 1:
-                    save_checkpoint(checkpoint, step - 1, learner, state, run)
+                    save_checkpoint(checkpoint, step - 1, learner, seen, run)
                 raise
             bar.set_postfix_str(f"reward {metrics['reward_mean']:.2f}")
             if output_dir:
@@ -1148,7 +1171,7 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
             yield {"step": step, **metrics}, learner
             due = config.save_steps and (step % config.save_steps == 0 or step == config.steps)
             if output_dir and (due or interrupted):
-                save_checkpoint(checkpoint, step, learner, snapshot(learner), run)
+                save_checkpoint(checkpoint, step, learner, learner.questions_seen, run)
             if interrupted:
                 break
     finally:

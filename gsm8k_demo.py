@@ -23,12 +23,13 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 from datasets import Dataset, load_dataset
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm.auto import tqdm
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig,
                           HfArgumentParser, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
 
-from grpo import GRPOConfig, knob, rule_reward, sample_groups, token_logprobs, training_steps
+from grpo import (GRPOConfig, computes_in_bf16, knob, rule_reward, sample_groups, token_logprobs,
+                  training_steps)
 
 # The defaults of the real run are GRPOConfig's: 32 questions x 8 answers = 256 answers a step at
 # learning rate 1e-6, 512 tokens, temperature 1, clip 0.2. Evidence: verl's baseline trains this
@@ -75,40 +76,36 @@ def boxed_reward(prompts, completions, answer, **columns):
     return [rule_reward(text, right) for text, right in zip(texts, answer)]
 
 
-def read_jsonl(path):
-    """The objects in a .jsonl file; a ValueError names the line that is none."""
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-                yield {"question": str(row["question"]), "answer": str(row["answer"])}
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: no JSON object with question and answer "
-                                 f"({error!r}) in {line[:60]!r}. Mend or delete it") from error
-
-
 def load_gsm8k(folder=None):
-    """GSM8K as (train, test) with the columns prompt (a chat), answer ("72") and solution."""
-    if folder:
-        parts = [read_jsonl(os.path.join(folder, name)) for name in ("train.jsonl", "test.jsonl")]
-    else:
-        try:
+    """GSM8K as (train, test) with the columns prompt (a chat), answer ("72") and solution. From a
+    folder with its train.jsonl and test.jsonl, else from the hub; ValueError for a broken row."""
+    try:
+        if folder:
+            parts = [open(os.path.join(folder, f"{part}.jsonl"), encoding="utf-8").readlines()
+                     for part in ("train", "test")]
+        else:
             data = load_dataset("openai/gsm8k", "main")
-        except Exception as error:
-            raise OSError(f"cannot load openai/gsm8k ({error}). Without a network --rehearsal, or "
-                          "--data and a folder with GSM8K's train.jsonl and test.jsonl") from error
-        parts = [data["train"], data["test"]]
+            parts = [data["train"], data["test"]]
+    except Exception as error:
+        raise OSError(f"cannot load {folder or 'openai/gsm8k'} ({error}). Without a network "
+                      "--rehearsal, or --data and a folder with GSM8K's train.jsonl and test.jsonl"
+                      ) from error
 
-    def prepare(row):
-        # GSM8K's solutions end in "#### 1,234".
-        solution, mark, answer = row["answer"].rpartition("####")
-        if not (mark and answer.strip() and row["question"].strip()):
-            raise ValueError(f"this row has no question, or no answer after '####': {row}")
-        chat = [{"role": "system", "content": SYSTEM_PROMPT},
-                {"role": "user", "content": row["question"].strip()}]
-        return {"prompt": chat, "answer": answer.strip(), "solution": solution.strip()}
+    def prepare(place, row):
+        try:
+            row = json.loads(row) if isinstance(row, str) else row
+            # GSM8K's solutions end in "#### 1,234".
+            solution, _, answer = (text.strip() for text in row["answer"].rpartition("####"))
+            chat = [{"role": "system", "content": SYSTEM_PROMPT},
+                    {"role": "user", "content": row["question"].strip()}]
+            if not (solution and answer and chat[1]["content"]):
+                raise ValueError("no question, or no answer after '####'")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{folder or 'openai/gsm8k'}, line {place}: {error!r} in {row!r:.80}"
+                             ) from error
+        return {"prompt": chat, "answer": answer, "solution": solution}
 
-    return [Dataset.from_list([prepare(row) for row in part]) for part in parts]
+    return [Dataset.from_list([prepare(*row) for row in enumerate(part, 1)]) for part in parts]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -153,7 +150,8 @@ def evaluate(model, tokenizer, dataset, max_completion_length=512, batch_size=25
     right = sum(map(is_right, texts, answers))
     lenient = sum(is_right(text, answer, lenient=True) for text, answer in zip(texts, answers))
     result = {"questions": len(texts), "accuracy": right / total,
-              "interval": wilson(right, len(texts)), "lenient_accuracy": lenient / total}
+              "interval": wilson(right, len(texts)), "lenient_accuracy": lenient / total,
+              "examples": texts[:3]}
     if sampled:
         result["sampled_accuracy"] = sum(map(is_right, samples, answers)) / total
     return result
@@ -185,8 +183,7 @@ def load_model(name, random_weights=False, max_completion_length=512):
         else:
             # On a bf16 card in the checkpoint's dtype, so that it is judged as it will be trained;
             # training makes its own float32 copies. Safetensors only: the older format runs code.
-            bf16 = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-            dtype = "auto" if bf16 else torch.float32
+            dtype = "auto" if computes_in_bf16(torch.empty(0, device=device)) else torch.float32
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise OSError(f"cannot load {name}: {error}\nIs the network there, and the name right? A "
@@ -319,10 +316,9 @@ def habit(text):
 def make_tokenizer(texts):
     """Byte-level BPE in Qwen's manner, with single digits, trained on `texts`."""
     core = Tokenizer(models.BPE())
-    pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"
     core.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(pattern), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False)])
     core.decoder = decoders.ByteLevel()
     core.train_from_iterator(texts, trainers.BpeTrainer(
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
@@ -412,29 +408,116 @@ def rehearsal(seed):
 
 def sparkline(values, width=60):
     """A curve in one line of text, from its lowest value to its highest."""
-    size = max(1, math.ceil(len(values) / width))
-    means = [sum(values[i : i + size]) / len(values[i : i + size])
-             for i in range(0, len(values), size)]
-    low, span = min(means), max(means) - min(means) + 1e-9
-    bars = "".join("▁▂▃▄▅▆▇█"[int(7.99 * (mean - low) / span)] for mean in means)
-    return f"{bars}  {means[0]:.2f} -> {means[-1]:.2f}"
+    low, span = min(values), max(values) - min(values) + 1e-9
+    some = values[:: math.ceil(len(values) / width)]
+    bars = "".join("▁▂▃▄▅▆▇█"[int(7.99 * (value - low) / span)] for value in some)
+    return f"{bars}  {values[0]:.2f} -> {values[-1]:.2f}"
 
 
 def show_group(learner, step, metrics):
     """Print one question and its group of answers, the first group that teaches something."""
-    rows, texts, rewards, advantages = learner.last
+    rows, rollout, rewards, advantages = learner.last
     g, G = int((advantages == 0).all(dim=1).long().argmin()), rewards.shape[1]
     question = rows[g]["prompt"][-1]["content"]
     tqdm.write(f"\nstep {step}: {question[:300]}  (answer {rows[g]['answer']})")
     for i in rewards[g].argsort(descending=True).tolist():
-        text = " ".join(texts[g * G + i].split())
+        text = " ".join(rollout.texts[g * G + i].split())
         text = text if len(text) < 150 else f"{text[:60]} ... {text[-85:]}"
         tqdm.write(f"  reward {rewards[g, i]:.1f}  advantage {advantages[g, i]:+.2f}  {text}")
-    memory = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
-    tqdm.write("  sampling {sample_seconds:.1f} s, update {update_seconds:.1f} s, "
-               "{tokens_per_second:.0f} tokens/s; equal groups {zero_variance_fraction:.0%}, cut "
-               "off {truncated_fraction:.0%}, kl {kl:.4f}".format(**metrics)
-               + (f"; peak memory {memory:.1f} GB" if memory else ""))
+    tqdm.write("  equal groups {zero_variance_fraction:.0%}, cut off {truncated_fraction:.0%}, kl "
+               "{kl:.4f}; sampling {sample_seconds:.2f} s, scoring {score_seconds:.2f} s, update "
+               "{update_seconds:.2f} s, {tokens_per_second:.0f} tokens/s, at most {peak:.2f} GB"
+               .format(**metrics, peak=peak_memory()))
+
+
+# ------------------------------------------------------------------------------------------------
+# What it costs: predicted before the first step, held against the machine's limits after each
+# ------------------------------------------------------------------------------------------------
+
+
+def peak_memory():
+    """GB held at most so far: on a GPU by tensors, elsewhere by the whole process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    if sys.platform == "win32":
+        return 0.0
+    import resource  # which Windows does not have
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def cache_bytes(model):
+    """Bytes that the KV cache holds for one token, in the precision that the model trains in."""
+    c, size = model.config, 2 if computes_in_bf16(model) else 4
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return 2 * size * c.num_hidden_layers * c.num_key_value_heads * head_dim
+
+
+def predict_memory(model, config, prompt_tokens):
+    """{what: GB} when memory is fullest. By arithmetic, for models that are built like Qwen2."""
+    c, n, V = model.config, model.num_parameters(), model.get_output_embeddings().out_features
+    bf16, G, T = computes_in_bf16(model), config.num_generations, config.max_completion_length
+    size, N = 2 if bf16 else 4, config.prompts_per_step * G
+    tokens = min(config.tokens_per_micro_batch, N * T + N // G * prompt_tokens)
+    # What the backward pass of a layer needs of each token, counted on Qwen2: eight vectors of the
+    # hidden width and four of the MLP's, and in float32 two more of the first, for the norms.
+    layer = size * (8 * c.hidden_size + 4 * c.intermediate_size) + 8 * c.hidden_size
+    kept = layer * c.num_hidden_layers
+    if config.gradient_checkpointing:  # the layers' inputs, and all of one layer
+        kept = layer + size * c.hidden_size * c.num_hidden_layers
+    always = {"model": size * n, "master weights": 4 * n * bf16, "gradients": 4 * n,
+              "Adam": 8 * n, "reference": size * n * (config.beta > 0)}
+    sampling = {"KV cache": cache_bytes(model) * N * (prompt_tokens + T), "logits": 20 * N * V}
+    update = {"bfloat16 gradients": 2 * n * bf16, "activations": tokens * kept,
+              "logits": 24 * min(512, tokens) * V}
+    larger = max(sampling, update, key=lambda phase: sum(phase.values()))
+    return {name: count / 1e9 for name, count in (always | larger).items() if count}
+
+
+def plan_memory(model, tokenizer, dataset, config):
+    """Choose micro-batches that fit the card, and say where the memory will go. {what: GB}"""
+    prompts = tokenizer.apply_chat_template(dataset[:99]["prompt"], return_dict=False)
+    width, gpu = max(map(len, prompts)) + 9, torch.cuda.is_available()
+    card = torch.cuda.mem_get_info()[1] / 1e9 if gpu else float("inf")
+    parts = predict_memory(model, config, width)
+    while sum(parts.values()) > 0.9 * card and config.tokens_per_micro_batch > 512:
+        config.tokens_per_micro_batch //= 2
+        parts = predict_memory(model, config, width)
+    if not gpu:
+        parts["Python"] = max(peak_memory() - parts["model"], 0.0)
+    print(f"memory: {sum(parts.values()):.2f} GB expected (" + ", ".join(
+        f"{name} {size:.2f}" for name, size in parts.items()) + ")")
+    return parts
+
+
+def measure_machine(model):
+    """(bytes/s, FLOP/s) of a large copy and a large matrix product, in the model's precision."""
+    dtype = torch.bfloat16 if computes_in_bf16(model) else torch.float32
+    n = 8192 if model.device.type == "cuda" else 4096
+    a = torch.randn(n, n, device=model.device).to(dtype)
+
+    def seconds(work):
+        started = time.perf_counter()
+        work()[0, 0].item()  # item waits for a GPU to be done
+        return time.perf_counter() - started
+
+    copy, product = (min(seconds(work) for _ in range(4)) for work in (a.clone, lambda: a @ a))
+    return 2 * a.nbytes / copy, 2 * n**3 / product
+
+
+def show_limits(learner, metrics, machine):
+    """Hold a step against the machine: each token of the longest answer takes a reading of all
+    weights, and each token of all answers one of its own cache; an update 6 FLOPs a weight and
+    token (attention not counted), prompts once."""
+    rollout, model, (bandwidth, flops) = learner.last[1], learner.model, machine
+    lengths = rollout.completion_mask.sum(dim=1)
+    prompts = rollout.attention_mask.sum(dim=1) - lengths
+    read = int(lengths.max()) * sum(p.nbytes for p in model.parameters())
+    read += cache_bytes(model) * int((lengths * (prompts + lengths // 2)).sum())
+    tokens = int(lengths.sum() + prompts[:: learner.last[2].shape[1]].sum())
+    share = 6 * model.num_parameters() * tokens / metrics["update_seconds"] / flops
+    tqdm.write(f"  sampling {int(lengths.sum()) / metrics['sample_seconds']:.0f} tokens/s; limit "
+               f"by memory bandwidth {read / bandwidth:.2f} s. Update {share:.0%} of matrix peak, "
+               f"{tokens / metrics['update_seconds']:.0f} tokens/s")
 
 
 def warn(history):
@@ -448,7 +531,7 @@ def warn(history):
 
 def run(config, demo, rehearsing):
     """Load, check, evaluate, train, evaluate, save. Gives the contents of results.json."""
-    started = time.perf_counter()
+    started, step = time.perf_counter(), 0
     output = demo.output or os.path.join("runs", time.strftime("%Y%m%d-%H%M%S"))
     os.makedirs(output, exist_ok=True)
     if rehearsing:
@@ -465,52 +548,48 @@ def run(config, demo, rehearsing):
     print(f"{model.num_parameters() / 1e6:.1f} M parameters on {model.device}, {len(train_data)} "
           f"questions to learn from, {len(test_data)} to be tested on")
     preflight(model, tokenizer, train_data, config)
+    memory = {} if rehearsing else plan_memory(model, tokenizer, train_data, config)
+    machine = measure_machine(model) if demo.random_weights else None
     with open(os.path.join(output, "settings.json"), "w") as file:
         json.dump(asdict(config) | asdict(demo), file, indent=2)
+    results_file = os.path.join(output, "results.json")
+    results = json.load(open(results_file)) if demo.resume and os.path.exists(results_file) else {}
 
-    def judge():
-        return evaluate(model, tokenizer, test_data, config.max_completion_length,
-                        sampled=rehearsing, temperature=1.0 if demo.random_weights else 0)
-
-    def keep_samples(step, rows, texts, rewards):
+    def keep_samples(rows, texts, rewards):
         with open(os.path.join(output, "samples.jsonl"), "a") as file:
             for row, some, earned in zip(rows, texts, rewards):
                 file.write(json.dumps({"step": step, "prompt": row["prompt"], "completions": some,
                                        "rewards": earned}) + "\n")
 
-    def answer_three(step):  # the same questions before and after
-        three = test_data.select(range(min(3, len(test_data))))
-        texts = sample_groups(model, tokenizer, three["prompt"], 1, temperature=0,
-                              max_completion_length=config.max_completion_length).texts
-        rewards = boxed_reward(None, texts, three["answer"])
-        keep_samples(step, three, [[text] for text in texts], [[reward] for reward in rewards])
-        return list(zip(three, texts))
-
-    results_file = os.path.join(output, "results.json")
-    results = json.load(open(results_file)) if demo.resume and os.path.exists(results_file) else {}
-
-    def keep_results():
+    def judge(name):  # evaluate, and keep what came out
+        result = evaluate(model, tokenizer, test_data, config.max_completion_length,
+                          sampled=rehearsing, temperature=1.0 if demo.random_weights else 0)
+        results[name], texts, best = result, result["examples"], results.get("best")
+        if name == "during" and not (best and result["accuracy"] <= best["accuracy"]):
+            results["best"] = {"step": step, **result}
+            save_model(model, tokenizer, os.path.join(output, "best"), dtype)
+        if texts:
+            tqdm.write(say_result(f"step {step}", result))
+        keep_samples(test_data, [[text] for text in texts],
+                     [[reward] for reward in boxed_reward(None, texts, test_data["answer"])])
         results["seconds"] = round(time.perf_counter() - started, 1)
         with open(results_file, "w") as file:
             json.dump(results, file, indent=2)
 
     eval_started = time.perf_counter()
-    before = answer_three(0) if len(test_data) else []
     if "before" not in results:
-        results["before"] = judge()
+        judge("before")
     eval_seconds = time.perf_counter() - eval_started
-    print(say_result("before", results["before"]))
-    keep_results()
-    history, habits, step = [], [], 0
+    history, habits = [], []
     reward = random_reward if demo.random_weights else boxed_reward
     for metrics, learner in training_steps(model, tokenizer, train_data, reward, config, output,
                                            demo.resume):
         history.append(metrics)
-        step = metrics["step"]
+        step, (rows, rollout, rewards, _) = metrics["step"], learner.last
         if rehearsing:
-            habits.append([habit(text) for text in learner.last[1]])
+            habits.append([habit(text) for text in rollout.texts])
         if len(history) == 1:
-            seconds = metrics["sample_seconds"] + metrics["update_seconds"]
+            seconds = sum(metrics[f"{part}_seconds"] for part in ("sample", "score", "update"))
             count = 1 + (config.steps // demo.eval_every if demo.eval_every else 0)
             tqdm.write(f"to go: about {seconds * (config.steps - step) / 60:.0f} minutes, and "
                        f"{count} x {eval_seconds:.0f} s of evaluation")
@@ -518,25 +597,20 @@ def run(config, demo, rehearsing):
             warn(history)
         if demo.show_steps and (step == 1 or step % demo.show_steps == 0):
             show_group(learner, step, metrics)
-            keep_samples(step, learner.last[0][:1], [learner.last[1][: config.num_generations]],
-                         learner.last[2][:1].tolist())
+            keep_samples(rows[:1], [rollout.texts[: config.num_generations]], rewards.tolist())
+        if machine:
+            show_limits(learner, metrics, machine)
         if demo.eval_every and step % demo.eval_every == 0 and step < config.steps:
-            result = {"step": step, **judge()}
-            tqdm.write(say_result(f"step {step}", result))
-            if result["accuracy"] > results.get("best", {"accuracy": -1})["accuracy"]:
-                results["best"] = result
-                save_model(model, tokenizer, os.path.join(output, "best"), dtype)
-            keep_results()
+            judge("during")
     if history and step < config.steps:
         print(f"stopped after step {step}; go on with --output {output} --resume")
         return results
-    results["after"] = judge()
-    keep_results()
+    judge("after")
     if not demo.random_weights:
         save_model(model, tokenizer, output, dtype)
-    for (row, old), (_, new) in zip(before, answer_three(config.steps) if before else []):
+    for row, *texts in zip(test_data, results["before"]["examples"], results["after"]["examples"]):
         print(f"\n{row['prompt'][-1]['content']}  (answer {row['answer']})")
-        for when, text in (("before", old), ("after", new)):
+        for when, text in zip(("before", "after"), texts):
             print(f"{when:>8}: " + text.strip().replace("\n", "\n          "))
     curves = {name: [m[key] for m in history] for name, key in
               (("reward", "reward_mean"), ("tokens", "completion_length"))}
@@ -547,9 +621,12 @@ def run(config, demo, rehearsing):
         print(f"{name:>14} {sparkline(values or [0])}")
     print()
     for name in ("before", "best", "after"):  # best: chosen on these very questions, so flattered
-        if name in results:
+        if name in results and len(test_data):
             print(say_result(name, results[name]))
     print(f"{results['seconds']:.0f} s in all; model, metrics.jsonl, samples.jsonl: {output}")
+    if memory:
+        expected, peak = sum(memory.values()), peak_memory()
+        print(f"peak memory {peak:.2f} GB, expected {expected:.2f} GB: {peak / expected - 1:+.0%}")
     if not demo.random_weights:
         print(HONEST if rehearsing else CHAT.format(output=output, system=SYSTEM_PROMPT))
     return results

@@ -13,6 +13,7 @@ import ast
 import collections
 import copy
 import functools
+import importlib.util
 import inspect
 import itertools
 import json
@@ -21,12 +22,14 @@ import os
 import random
 import re
 import signal
+import statistics
 import struct
 import subprocess
 import sys
 import threading
 import time
 import types
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -37,9 +40,10 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM,
-                          GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen2Config,
-                          Qwen2ForCausalLM)
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma2Config,
+                          Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel,
+                          PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
 
 import grpo
 import gsm8k_demo
@@ -47,7 +51,7 @@ from grpo import (GRPOConfig, Learner, Rollout, accumulate, answer_level, choose
                   clipped_surrogate, extract_boxed, fit_memory, group_advantages, group_scale,
                   grpo_loss, join, k3_kl, kl_estimate, load_checkpoint, make_learner, masked_mean,
                   micro_batches, overlong_penalty, question_stream, rule_reward, sample_groups,
-                  save_checkpoint, score_rewards, snapshot, token_logprobs, train, train_step,
+                  save_checkpoint, score_rewards, token_logprobs, train, train_step,
                   training_steps, update)
 
 # Matrices this small are done before a second thread wakes up; two threads on two busy cores spin.
@@ -2266,53 +2270,96 @@ def test_accumulated_gradient_is_that_of_the_whole_batch(loss_type, checkpointin
 def test_micro_batches_hold_every_row_once_and_keep_to_the_budget(budget, longest):
     model, G = tiny_model(), 6
     rollout = ragged(model, (3, 12, 1, 5, 5), G, longest=longest)
-    T = rollout.completion_mask.shape[1]
-    P = rollout.input_ids.shape[1] - T
     groups, lengths = [0, 1, 3, 4], rollout.completion_mask.sum(dim=1)  # group 2 is not asked for
-    parts, longest_first = list(micro_batches(rollout, groups, G, budget)), []
-    rows_seen = [row for part in parts for row in part[0]]
-    assert sorted(rows_seen) == [g * G + i for g in groups for i in range(G)]
-    for rows, k, ids, attention_mask, mask in parts:
-        t = mask.shape[1]
+    P = rollout.input_ids.shape[1] - rollout.completion_mask.shape[1]
+    widths = rollout.attention_mask[:, :P].sum(dim=1)
+    rows_seen, largest_first = [], []
+    for rows, k in micro_batches(rollout, groups, G, budget):
+        rows_seen += rows
         assert G % k == 0 and len(rows) % k == 0
         assert all(row // G == rows[j - j % k] // G for j, row in enumerate(rows))  # one prompt
-        # What was cut off is padding in all of these rows; what is left is in none.
-        assert t == lengths[rows].max() and ids.shape == attention_mask.shape
-        assert attention_mask.sum() == rollout.attention_mask[rows].sum()
-        assert attention_mask.any(dim=0).all() and mask.any(dim=0).all()
-        for j, row in enumerate(rows):
-            kept = rollout.input_ids[row][rollout.attention_mask[row].bool()]
-            assert torch.equal(ids[j][attention_mask[j].bool()], kept)
-            assert torch.equal(mask[j], rollout.completion_mask[row, :t])
-        # k rows share one prompt: so many tokens go through the model, padding included.
-        tokens = len(rows) // k * (ids.shape[1] - t + k * t)
-        assert tokens <= budget or len(rows) == k
-        assert k == G or (k + 1) * lengths.max() > budget or G % (k + 1)
-        longest_first.append(max(lengths[row // G * G : row // G * G + G].max() for row in rows))
-    assert longest_first == sorted(longest_first, reverse=True)
-    if budget >= len(rows_seen) * (P + T):
-        assert len(parts) == 1
+        # k rows share one prompt, and all such pieces are padded to the largest of them.
+        sizes = [int(widths[rows[i]] + lengths[rows[i : i + k]].sum())
+                 for i in range(0, len(rows), k)]
+        assert len(sizes) * max(sizes) <= budget or len(sizes) == 1
+        assert min(sizes) >= 0.8 * max(sizes)  # so at most a fifth is padding
+        assert k == G or any(k < more <= G and G % more == 0 and more * lengths.max() > budget
+                             for more in range(G + 1))
+        largest_first.append(max(sizes))
+    assert sorted(rows_seen) == [g * G + i for g in groups for i in range(G)]
+    assert largest_first == sorted(largest_first, reverse=True)
 
 
-def test_whole_groups_share_their_prompt_in_the_update():
-    """With room enough each prompt goes through the model once, not once per answer."""
-    config = small()
-    learner, rollout, advantages, ref = world(config)
-    rows = []
-    learner.model.base_model.register_forward_hook(
-        lambda module, args, out: rows.append(len(out.last_hidden_state)))
-    learner.model.head_gives_logits = True
-    update(learner, rollout, advantages, ref, config)
-    assert rows == [4, 16]
+def shapes_through(model):
+    """The shapes of the ids that go through the trunk from here on."""
+    shapes = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(
+            tuple((args[0] if args else kwargs["input_ids"]).shape)), with_kwargs=True)
+    model.head_gives_logits = True  # that comparison would be in the list too
+    return shapes
 
 
-def test_like_lengths_go_together():
-    """Six short groups beside six long ones: hardly any padding, in whatever order they come."""
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_prompts_go_through_the_model_once_and_padding_not_at_all(checkpointing):
+    """Four groups of 4: so many tokens as there are, each group's prompt counted once."""
+    config = small(gradient_checkpointing=checkpointing)
+    learner, _, advantages, _ = world(config)
+    rollout = ragged(learner.model, (5, 5, 5, 5), lengths=[3, 1, 9, 2] * 4)
+    shapes = shapes_through(learner.model)
+    update(learner, rollout, advantages, None, config)
+    assert shapes == [(4, 5 + 3 + 1 + 9 + 2)]
+
+
+def test_like_sizes_go_together():
+    """Six short groups beside six long ones: no padding, in whatever order they come."""
     model, G = tiny_model(), 2
     lengths = [n for _ in range(6) for n in (2, 2, 20, 20)]
     rollout = ragged(model, (4,) * 12, G, lengths=lengths)
-    padded = sum(mask.numel() for *_, mask in micro_batches(rollout, range(12), G, 90))
-    assert padded == sum(lengths)
+    parts = [rows for rows, _ in micro_batches(rollout, range(12), G, 10**6)]
+    assert [len(rows) for rows in parts] == [12, 12]
+    assert all(lengths[row] == 20 for row in parts[0])
+
+
+def test_models_with_windows_are_scored_row_by_row():
+    """The tree's mask knows of no window: where a layer has one, the plain pass is taken."""
+    extra = dict(use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    model = tiny_model("qwen2", **extra)
+    assert model.config.sliding_window == 4
+    rollout = ragged(model, (9, 6))
+    shapes, T = shapes_through(model), rollout.completion_mask.shape[1]
+    fast = token_logprobs(model, rollout.input_ids, rollout.attention_mask, T, num_generations=4)
+    assert shapes == [(8, 9 + T)]
+    slow = slow_logprobs(model, rollout.input_ids, rollout.attention_mask, T)[0]
+    torch.testing.assert_close(fast, slow.float(), atol=3e-5, rtol=0)
+    model.config.sliding_window, model.config.layer_types = None, ["full_attention"] * 2
+    wrong = token_logprobs(model, rollout.input_ids, rollout.attention_mask, T, num_generations=4)
+    assert (wrong - fast).abs().max() > 0.01  # the window matters here
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_answers_of_a_tree_do_not_see_each_other(attention):
+    """Whatever one answer says, and however many there are, the others' scores stay."""
+    model = tiny_model(attn_implementation=attention)
+    rollout = ragged(model, (5, 3), G=4)
+    ids, mask, T = rollout.input_ids, rollout.attention_mask, rollout.completion_mask.shape[1]
+    before = token_logprobs(model, ids, mask, T, num_generations=4)
+    changed = ids.clone()
+    changed[2, -T:] = 7 + torch.arange(T)
+    after = token_logprobs(model, changed, mask, T, num_generations=4)
+    others = [0, 1, 3, 4, 5, 6, 7]
+    torch.testing.assert_close(after[others], before[others], atol=2e-5, rtol=0)
+    assert (after[2] - before[2]).abs().max() > 0.1
+
+
+def test_entropies_for_the_log_alone_cost_no_gradient():
+    model = tiny_model()
+    rollout = ragged(model)
+    ids, mask, T = rollout.input_ids, rollout.attention_mask, rollout.completion_mask.shape[1]
+    both = [token_logprobs(model, ids, mask, T, return_entropy=True, entropy_gradient=wanted)
+            for wanted in (True, False)]
+    assert torch.equal(both[0][1], both[1][1]) and not both[1][1].requires_grad
+    assert both[0][1].requires_grad and both[1][0].requires_grad
 
 
 @pytest.mark.parametrize("mini_batches", [1, 4])
@@ -2391,9 +2438,13 @@ def test_old_log_probs_stay_those_of_the_sampling_policy(extra, monkeypatch):
     exactly = 0 if extra == {"num_iterations": 3} else 1e-5  # otherwise another shape, so rounding
     assert seen[0]["ratio_max"] == pytest.approx(1, abs=exactly) and seen[0]["clip_fraction"] == 0
     if "num_iterations" in extra:
-        old = [x["old"] for x in seen]
-        assert len(old) == 3 and all(torch.equal(x, old[0]) for x in old)
-        torch.testing.assert_close(old[0][seen[0]["mask"]], seen[0]["logprobs"][seen[0]["mask"]])
+        parts = len(seen) // 3  # micro-batches in each of three passes
+        for i in range(parts):
+            old = [x["old"] for x in seen[i::parts]]
+            assert len(old) == 3 and all(torch.equal(x, old[0]) for x in old)
+            mask = seen[i]["mask"]
+            torch.testing.assert_close(old[0][mask], seen[i]["logprobs"][mask])
+        seen = seen[parts - 1 :]
     assert all(x["ratio_max"] > 1.05 and x["clip_fraction"] > 0 for x in seen[1:])
     assert metrics["clip_fraction"] > 0
     assert metrics["ratio_max"] == max(x["ratio_max"] for x in seen)
@@ -2668,7 +2719,8 @@ def test_metrics_say_what_they_say():
     assert metrics["reward_std"] == pytest.approx(flat.std(correction=0).item())
     assert metrics["zero_variance_fraction"] == pytest.approx(1 / 3)
     assert metrics["questions_seen"] == learner.questions_seen == 3
-    rows, texts, scores, advantages = learner.last
+    rows, sampled, scores, advantages = learner.last
+    texts = sampled.texts
     assert [row["prompt"] for row in rows] != [] and len(texts) == 12
     assert scores.tolist() == rewards
     root3 = 3**0.5
@@ -2758,7 +2810,8 @@ def test_reward_functions_are_called_as_trl_calls_them(chats):
     model.lm_head.bias.data[EOS] = 5.0  # ends often
     learner = make_learner(model, config)
     train_step(learner, tokenizer, question_stream(dataset, 0), reward, config)
-    rows, texts, rewards, _ = learner.last
+    rows, sampled, rewards, _ = learner.last
+    texts = sampled.texts
     asked, completions, completion_ids, answers, columns = calls[0]
     # Group-major: each row of the data set G times, one after the other.
     assert asked == [row["prompt"] for row in rows for _ in range(4)]
@@ -2819,7 +2872,7 @@ def test_a_rewarded_token_is_learned(extra):
 
     rows = [{"prompt": prompt} for prompt in PROMPTS]
     scores = [m["reward_mean"] for m in train(model, tokenizer, rows, reward, config)]
-    assert sum(scores[:3]) / 3 < 0.4 and sum(scores[-3:]) / 3 > 0.9
+    assert scores[0] < 0.4 and sum(scores[-3:]) / 3 > 0.9
 
 
 # ------------------------------------------------------------------------------------------------
@@ -3001,7 +3054,8 @@ def test_dynamic_sampling_replaces_flat_groups_and_keeps_rows_aligned(monkeypatc
     torch.manual_seed(4)
     stream = question_stream(dataset, 1)
     metrics = train_step(learner, tokenizer, stream, reward, config)
-    rows, texts, rewards, advantages = learner.last
+    rows, sampled, rewards, advantages = learner.last
+    texts = sampled.texts
     rollout = captured[0][1]
     T = rollout.completion_mask.shape[1]
     assert metrics["zero_variance_fraction"] == 0 and not any(row["flat"] for row in rows)
@@ -3252,7 +3306,7 @@ torch.set_num_threads(1)  # sums in one order, in every process: bit for bit nee
 # --------------------------------------------------------------------------------------
 
 END = 1
-CLOCK = {"sample_seconds", "update_seconds", "tokens_per_second"}
+CLOCK = {"sample_seconds", "score_seconds", "update_seconds", "tokens_per_second"}
 DATA = [{"prompt": " ".join("abcdefg"[i : i + 1 + i % 3]), "answer": "abc"[i % 3]}
         for i in range(7)]
 
@@ -3429,10 +3483,9 @@ def one_update(learner, config):
 def test_float32_master_weights_survive_the_checkpoint(tmp_path):
     first, second, path = bf16_learner(), bf16_learner(), str(tmp_path / "x.safetensors")
     one_update(first, tiny_config(beta=0))
-    first.questions_seen, first.failed = 12, 2
-    save_checkpoint(path, 7, first, snapshot(first), {"seed": 1})
+    save_checkpoint(path, 7, first, 12, {"seed": 1})
     assert load_checkpoint(path, second, {"seed": 1}) == 7
-    assert (second.questions_seen, second.failed) == (12, 2)
+    assert second.questions_seen == 12
     for parameter, weight, old in zip(second.parameters, second.weights, first.weights):
         assert torch.equal(weight, old) and weight.dtype == torch.float32
         assert torch.equal(parameter, weight.bfloat16())
@@ -3471,8 +3524,8 @@ def test_sigkill_at_random_moments(tmp_path):
     go(tmp_path / "whole", save_steps=1, **SEVERAL)
     folder = str(tmp_path / "killed")
     env = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.abspath(grpo.__file__))}
-    done = subprocess.run([sys.executable, __file__, folder, "2", "1"], env=env, text=True,
-                          capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, __file__, "campaign", folder, "2", "1"], env=env,
+                          text=True, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     # Not one was too late, and the last run came to its end.
     assert re.findall("with ([0-9]+)", done.stdout) == ["9", "9", "0"], done.stdout
@@ -3673,11 +3726,11 @@ def test_nan_in_a_weight_takes_no_step_and_stops_the_run(tmp_path, capsys):
     assert bits(model) == bits(broken_model())
     metrics = logged(tmp_path)
     assert [m["skipped_updates"] for m in metrics] == [1, 1] and saved_step(tmp_path) == 2
-    # The checkpoint can be loaded, though Adam has nothing to remember yet; the count of failures
-    # goes on where it was, so that a hopeless run stops again at once.
+    # The checkpoint can be loaded, though Adam has nothing to remember yet; a hopeless run stops
+    # again as it did.
     with pytest.raises(FloatingPointError):
         go(tmp_path, model=broken_model(), resume=True, save_steps=1)
-    assert capsys.readouterr().out.count("update skipped") == 1
+    assert capsys.readouterr().out.count("update skipped") == 3
 
 
 def test_nan_from_one_prompt_is_named(capsys):
@@ -4466,5 +4519,257 @@ def test_evaluation_by_its_defaults(base):
     assert result["questions"] == 4 and 0 <= result["interval"][0] <= result["interval"][1] <= 1
 
 
-if __name__ == "__main__":  # test_sigkill_at_random_moments starts this file as a program
-    campaign(*sys.argv[1:])
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of all tensors that live, each storage once: .now, and the .peak."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self.seen and size:
+                    self.seen.add(key)
+                    self.now += size
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self.gone, key, size)
+        return result
+
+    def gone(self, key, size):
+        self.seen.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("settings", [
+    dict(), dict(beta=0.0), dict(tokens_per_micro_batch=256), dict(gradient_checkpointing=True),
+    dict(num_generations=32, tokens_per_micro_batch=96)])
+def test_the_predicted_memory_is_what_tensors_take(settings):
+    """Two steps on a Qwen2 whose layers, or cache, or logits are what fills the memory."""
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=2000, hidden_size=64, intermediate_size=192, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=EOS, pad_token_id=0))
+    config = GRPOConfig(**{**dict(steps=2, num_generations=4, prompts_per_step=4,
+                                  max_completion_length=64), **settings})
+    rows = [{"prompt": " ".join(["w1"] * 40)}] * 4
+    with LiveTensors() as live:
+        for _ in training_steps(model, tiny_tokenizer(), rows, gsm8k_demo.random_reward, config):
+            pass
+    expected = gsm8k_demo.predict_memory(model, config, 40)
+    assert sum(expected.values()) * 1e9 == pytest.approx(live.peak, rel=0.2)
+
+
+# ================================================================================================
+# Not tests: the figures of the README
+#
+#   python test_grpo.py rehearsal    seconds a step, side by side: this code, the same step with
+#   python test_grpo.py lengths      `model.generate`, and TRL, where it is installed
+#   python test_grpo.py cost         seconds and memory against G, answer length and model size
+#   python test_grpo.py memory DIR   a micro-batch's memory at true shapes; DIR has Qwen2.5-0.5B's
+#                                    config.json; ten minutes, 10 GB
+# ================================================================================================
+
+
+def random_world(hidden=256, layers=6, mean=60):
+    """Random weights that end an answer after `mean` tokens, and prompts of about 120 tokens."""
+    chance = random.Random(0)
+    base, tokenizer, data, _ = gsm8k_demo.rehearsal(0)
+    end = tokenizer.eos_token_id
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=3 * hidden,
+        num_hidden_layers=layers, num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128, max_position_embeddings=1024,
+        tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=end, pad_token_id=tokenizer.pad_token_id)).eval()
+    with torch.no_grad():
+        level = model(torch.arange(3, 300)[None]).logits.logsumexp(dim=-1).mean()
+    bias = torch.zeros(len(tokenizer))
+    bias[end] = level - math.log(mean)
+    model.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
+    texts = [" ".join(row["prompt"][0]["content"] for row in chance.sample(list(data), 7))
+             for _ in range(64)]
+    prompts = [tokenizer.decode(tokenizer(text)["input_ids"][: chance.randint(110, 130)])
+               for text in texts]
+    return model, tokenizer, [{"prompt": prompt, "answer": "1"} for prompt in prompts]
+
+
+def with_ours(model, tokenizer, rows, reward, config):
+    started = time.perf_counter()
+    metrics = train(model, tokenizer, rows, reward, config)
+    seconds = (time.perf_counter() - started) / config.steps
+    return seconds, sum(m["completion_length"] for m in metrics) / config.steps
+
+
+def with_generate(model, tokenizer, rows, reward, config):
+    """One step of GRPO as it is mostly written: generate, one forward pass over everything."""
+    reference = copy.deepcopy(model) if config.beta else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
+    ends, G = torch.tensor(grpo.end_token_ids(model, tokenizer)), config.num_generations
+    questions, tokens, tokenizer.padding_side = question_stream(rows, 0), 0, "left"
+    torch.manual_seed(0)
+    started = time.perf_counter()
+    for _ in range(config.steps):
+        batch = [next(questions) for _ in range(config.prompts_per_step)]
+        texts = [row["prompt"] if isinstance(row["prompt"], str) else
+                 tokenizer.apply_chat_template(row["prompt"], tokenize=False,
+                                               add_generation_prompt=True) for row in batch]
+        encoded = tokenizer(texts, return_tensors="pt", padding=True)
+        ids = model.generate(**{k: encoded[k] for k in ("input_ids", "attention_mask")},
+                             do_sample=True, temperature=1.0, top_p=1.0, top_k=0,
+                             repetition_penalty=1.0, num_return_sequences=G,
+                             max_new_tokens=config.max_completion_length)
+        answers = ids[:, encoded["input_ids"].shape[1] :]
+        ended = torch.isin(answers, ends)
+        real = ended.cumsum(dim=1) - ended.long() == 0
+        mask = encoded["attention_mask"].repeat_interleave(G, dim=0)
+        mask = torch.cat([mask, real.long()], dim=1)
+        said = [tokenizer.decode(row[seen], skip_special_tokens=True)
+                for row, seen in zip(answers, real)]
+        rewards = torch.tensor(reward(prompts=None, completions=said, answer=[
+            row["answer"] for row in batch for _ in range(G)])).view(-1, G)
+        advantages = group_advantages(rewards).flatten().float()
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+
+        def scores(network):
+            logits = network(ids, attention_mask=mask, position_ids=positions,
+                             logits_to_keep=answers.shape[1] + 1).logits[:, :-1]
+            return logits.log_softmax(dim=-1).gather(2, answers.unsqueeze(2)).squeeze(2)
+
+        with torch.no_grad():
+            ref = scores(reference) if reference else None
+        now = scores(model)
+        loss, _ = grpo_loss(now, now.detach(), ref, advantages, real, beta=config.beta)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        tokens += real.sum().item() / len(real)
+    return (time.perf_counter() - started) / config.steps, tokens / config.steps
+
+
+def with_trl(model, tokenizer, rows, reward, config, folder):
+    """TRL's trainer, everything in one micro-batch, no logging, no saving, no checkpointing."""
+    import trl
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            self.started = time.perf_counter()
+
+        def on_train_end(self, *_, **__):
+            self.seconds = time.perf_counter() - self.started
+
+    def counted(completion_ids, **columns):
+        lengths.append(sum(map(len, completion_ids)) / len(completion_ids))
+        return reward(**columns)
+
+    lengths, clock = [], Clock()
+    model.save_pretrained(folder)  # TRL reads its reference from there
+    model.config._name_or_path = model.name_or_path = folder
+    G, B = config.num_generations, config.prompts_per_step
+    settings = trl.GRPOConfig(
+        folder, max_steps=config.steps, per_device_train_batch_size=B * G, num_generations=G,
+        max_completion_length=config.max_completion_length, learning_rate=config.learning_rate,
+        beta=config.beta, loss_type="grpo", use_cpu=True, bf16=False, gradient_checkpointing=False,
+        report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True)
+    trl.GRPOTrainer(model=model, processing_class=tokenizer, args=settings, reward_funcs=counted,
+                    train_dataset=Dataset.from_list(rows), callbacks=[clock]).train()
+    return clock.seconds / config.steps, sum(lengths) / len(lengths)
+
+
+def side_by_side(which, rounds):
+    """Interleaved, in one process, one thread; prints each run, and the medians."""
+    import tempfile
+    if which == "rehearsal":
+        model, tokenizer, data, _ = gsm8k_demo.rehearsal(0)
+        rows, reward, settings = list(data), gsm8k_demo.boxed_reward, dict(gsm8k_demo.REHEARSAL)
+        del settings["eval_questions"]
+    else:
+        (model, tokenizer, rows), reward = random_world(), gsm8k_demo.random_reward
+        settings = dict(steps=2, prompts_per_step=16, max_completion_length=256,
+                        learning_rate=1e-12)
+    ways = [with_ours, with_generate] + [with_trl] * bool(importlib.util.find_spec("trl"))
+    for beta in (0.02, 0.0):
+        config, seconds = GRPOConfig(**{**settings, "beta": beta}), {}
+        for _ in range(rounds):
+            for way in ways:
+                extra = (tempfile.mkdtemp(),) if way is with_trl else ()
+                took, length = way(copy.deepcopy(model), tokenizer, rows, reward, config, *extra)
+                seconds.setdefault(way.__name__, []).append(took)
+                print(f"{which}, beta {beta}, {way.__name__}: {took:.3f} s a step, answers of "
+                      f"{length:.1f} tokens", flush=True)
+        medians = {name: statistics.median(took) for name, took in seconds.items()}
+        for name, took in medians.items():
+            print(f"    {name}: median {took:.3f} s, {took / medians['with_ours']:.2f} x ours")
+
+
+def cost_point(G, cap, hidden, layers):
+    """One step at one size, in a process of its own: the peak is that of the whole process."""
+    import resource
+    model, tokenizer, rows = random_world(hidden, layers, mean=cap / 4)
+    with torch.no_grad():
+        model.lm_head.weight[tokenizer.eos_token_id] = 0.0  # equal lengths at every size
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    config = GRPOConfig(steps=2, prompts_per_step=8, num_generations=G, learning_rate=1e-12,
+                        max_completion_length=cap, beta=0.0)
+    m = train(model, tokenizer, rows, gsm8k_demo.random_reward, config)[-1]
+    more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e6
+    print(f"| {G} | {cap} | {model.num_parameters() / 1e6:.1f} M | {m['completion_length']:.0f} | "
+          f"{m['sample_seconds']:.2f} | {m['update_seconds']:.2f} | {more:.2f} |", flush=True)
+
+
+def cost():
+    print("| G | cap | weights | mean length | sampling, s | update, s | memory, GB more |")
+    print("|---|---|---|---|---|---|---|")
+    for point in ([(G, 128, 256, 6) for G in (2, 4, 8, 16)] + [
+            (8, cap, 256, 6) for cap in (32, 64, 128, 256)] + [
+            (8, 128, *size) for size in ((128, 4), (256, 6), (384, 8), (512, 10))]):
+        subprocess.run([sys.executable, __file__, "point", *map(str, point)], check=True)
+
+
+def memory(folder):
+    """Activations and logits of one micro-batch in bfloat16, counted, against the prediction."""
+    for large, k, checkpointing in ((0, 2, 0), (0, 4, 0), (0, 8, 1), (1, 4, 0), (1, 8, 1)):
+        shape = AutoConfig.from_pretrained(folder)
+        if large:  # Qwen2.5-1.5B's
+            shape.hidden_size, shape.intermediate_size, shape.num_attention_heads = 1536, 8960, 12
+            shape.num_hidden_layers, shape.layer_types = 28, ["full_attention"] * 28
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+            parameter.grad = torch.zeros_like(parameter)
+        model.head_gives_logits = True
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            model.train()
+        ids = torch.randint(0, 150_000, (k, 150 + 512))
+        kept = [x for parameter in model.parameters() for x in (parameter, parameter.grad)]
+        with LiveTensors(*kept) as live:
+            token_logprobs(model, ids, torch.ones_like(ids), 512, num_generations=k,
+                           return_entropy=True, entropy_gradient=False)[0].sum().backward()
+        print(f"{model.num_parameters() / 1e6:.0f} M, {150 + k * 512} tokens, {checkpointing=}: "
+              f"{live.peak / 1e9:.2f} GB", flush=True)
+
+
+if __name__ == "__main__":
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    what = sys.argv[1] if len(sys.argv) > 1 else ""
+    if what in ("rehearsal", "lengths"):
+        side_by_side(what, rounds=3 if what == "rehearsal" else 1)
+    elif what == "cost":
+        cost()
+    elif what == "memory":
+        memory(*sys.argv[2:])
+    elif what == "point":
+        cost_point(*map(int, sys.argv[2:]))
+    elif what == "campaign":  # test_sigkill_at_random_moments starts this file as a program
+        campaign(*sys.argv[2:])
+    else:
+        sys.exit(__doc__)
