@@ -847,12 +847,13 @@ def score_rewards(reward_fn, rows, rollout, num_generations):
 
 
 def micro_batches(rollout, groups, num_generations, budget):
-    """Cut groups into parts of about `budget` tokens. Yields (rows, k); every k neighbouring rows
-    share a prompt.
+    """Cut groups into parts of at most `budget` tokens, or one piece. Yields (rows, k): every k
+    neighbouring rows are a piece, answers to one prompt.
 
-    Whole groups (k = G), since their prompt is computed once, unless the largest is too large.
-    Like sizes together, since all are padded to the largest of a part; the largest first, so that
-    memory, if it is short, is short at once and not after an hour.
+    A piece is a whole group (k = G), since its prompt is computed once, unless the longest answers
+    are too long for that. Like sizes go together, since all are padded to the largest: within a
+    fifth of it. The largest come first, so that memory, if it is short, is short at once and not
+    after an hour.
     """
     G, P = num_generations, rollout.input_ids.shape[1] - rollout.completion_mask.shape[1]
     widths = rollout.attention_mask[:, :P].sum(dim=1).tolist()  # N, of the prompts

@@ -461,14 +461,13 @@ def predict_memory(model, config, prompt_tokens):
     # What the backward pass of a layer needs of each token, counted on Qwen2: eight vectors of the
     # hidden width and four of the MLP's, and in float32 two more of the first, for the norms.
     layer = size * (8 * c.hidden_size + 4 * c.intermediate_size) + 8 * c.hidden_size
-    kept = layer * c.num_hidden_layers
-    if config.gradient_checkpointing:  # the layers' inputs, and all of one layer
-        kept = layer + size * c.hidden_size * c.num_hidden_layers
+    kept, last = layer * c.num_hidden_layers, 24 * min(512, tokens) * V
+    if config.gradient_checkpointing:  # the layers' inputs, and after the logits one whole layer
+        kept, last = size * c.hidden_size * c.num_hidden_layers, max(last, tokens * layer)
     always = {"model": size * n, "master weights": 4 * n * bf16, "gradients": 4 * n,
               "Adam": 8 * n, "reference": size * n * (config.beta > 0)}
     sampling = {"KV cache": cache_bytes(model) * N * (prompt_tokens + T), "logits": 20 * N * V}
-    update = {"bfloat16 gradients": 2 * n * bf16, "activations": tokens * kept,
-              "logits": 24 * min(512, tokens) * V}
+    update = {"bfloat16 gradients": 2 * n * bf16, "activations": tokens * kept, "logits": last}
     larger = max(sampling, update, key=lambda phase: sum(phase.values()))
     return {name: count / 1e9 for name, count in (always | larger).items() if count}
 

@@ -4565,6 +4565,45 @@ def test_the_predicted_memory_is_what_tensors_take(settings):
     assert sum(expected.values()) * 1e9 == pytest.approx(live.peak, rel=0.2)
 
 
+QWEN = {"0.5B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+                     num_attention_heads=14, num_key_value_heads=2),
+        "1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
+                     num_attention_heads=12, num_key_value_heads=2)}
+
+
+def weightless(name):
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=151936, tie_word_embeddings=True,
+                                             **QWEN[name]))
+    model.tie_weights()
+    return model
+
+
+def test_the_readmes_memory_table_is_true(monkeypatch):
+    monkeypatch.setattr(gsm8k_demo, "computes_in_bf16", lambda model: True)
+    for column, name, card in ((1, "0.5B", 16), (2, "1.5B", 40)):
+        for flags, row in ((dict(tokens_per_micro_batch=1024), "micro-batches of 1,024 tokens**"),
+                           (dict(gradient_checkpointing=True), "micro-batches of 8,192 tokens**")):
+            parts = gsm8k_demo.predict_memory(weightless(name), GRPOConfig(**flags), 150)
+            line = next(line for line in readme().splitlines()
+                        if line.startswith("|") and row in line)
+            printed = float(line.split("|")[column + 1].strip(" *"))
+            assert printed == round(sum(parts.values()), 1) < card
+
+
+@pytest.mark.parametrize("card, tokens", [(80, 8192), (24, 4096), (17.2, 1024), (12, 512)])
+def test_micro_batches_are_cut_to_fit_the_card(card, tokens, monkeypatch, capsys):
+    tokenizer = types.SimpleNamespace(
+        apply_chat_template=lambda chats, **_: [[0] * (141 - len(chat)) for chat in chats])
+    monkeypatch.setattr(gsm8k_demo, "computes_in_bf16", lambda model: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, card * 1e9))
+    config, data = GRPOConfig(), Dataset.from_list([{"prompt": ["one"]}, {"prompt": ["two"]}])
+    parts = gsm8k_demo.plan_memory(weightless("0.5B"), tokenizer, data, config)
+    assert config.tokens_per_micro_batch == tokens
+    assert f"{sum(parts.values()):.2f} GB expected" in capsys.readouterr().out
+
+
 # ================================================================================================
 # Not tests: the figures of the README
 #
