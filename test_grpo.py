@@ -4547,7 +4547,7 @@ class LiveTensors(TorchDispatchMode):
 
 @pytest.mark.parametrize("settings", [
     dict(), dict(beta=0.0), dict(tokens_per_micro_batch=256), dict(gradient_checkpointing=True),
-    dict(num_generations=32, tokens_per_micro_batch=96)])
+    dict(num_generations=32, tokens_per_micro_batch=256, beta=0.0, max_completion_length=48)])
 def test_the_predicted_memory_is_what_tensors_take(settings):
     """Two steps on a Qwen2 whose layers, or cache, or logits are what fills the memory."""
     torch.manual_seed(0)
