@@ -756,10 +756,9 @@ class GRPOConfig:
     def __post_init__(self):
         trl = {"True": "group", "False": "none"}  # TRL takes these too
         self.scale_rewards = trl.get(str(self.scale_rewards), self.scale_rewards)
-        least = dict.fromkeys(("temperature", "max_grad_norm"), 1e-6) | {"num_generations": 2}
-        ones = ("prompts_per_step max_completion_length steps num_iterations num_mini_batches "
-                "tokens_per_micro_batch")
-        least |= dict.fromkeys(ones.split(), 1)
+        least = {"num_generations": 2, "temperature": 1e-6, "max_grad_norm": 1e-6} | dict.fromkeys(
+            ("prompts_per_step", "max_completion_length", "steps", "num_iterations",
+             "num_mini_batches", "tokens_per_micro_batch"), 1)
         for f in fields(self):
             value, choices, low = getattr(self, f.name), get_args(f.type), least.get(f.name, 0)
             if get_origin(f.type) is Literal and value not in choices:

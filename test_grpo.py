@@ -42,8 +42,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma2Config,
-                          Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel,
-                          PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
+                          Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, MistralConfig,
+                          MistralForCausalLM, PreTrainedTokenizerFast, Qwen2Config,
+                          Qwen2ForCausalLM)
 
 import grpo
 import gsm8k_demo
@@ -1472,6 +1473,7 @@ def tiny_model(family="qwen2", seed=0, **extra):
                          max_position_embeddings=64, tie_word_embeddings=False,
                          initializer_range=0.4)
         config, kind = {"qwen2": (Qwen2Config, Qwen2ForCausalLM),
+                        "mistral": (MistralConfig, MistralForCausalLM),
                         "gemma2": (Gemma2Config, Gemma2ForCausalLM)}[family]
         model = kind(config(**{**settings, **extra}))
     # As in Qwen: one end token in the config, the other one only in the generation settings.
@@ -2321,10 +2323,11 @@ def test_like_sizes_go_together():
     assert all(lengths[row] == 20 for row in parts[0])
 
 
-def test_models_with_windows_are_scored_row_by_row():
+@pytest.mark.parametrize("family, extra", [
+    ("qwen2", dict(use_sliding_window=True, max_window_layers=0)), ("mistral", {})])
+def test_models_with_windows_are_scored_row_by_row(family, extra):
     """The tree's mask knows of no window: where a layer has one, the plain pass is taken."""
-    extra = dict(use_sliding_window=True, sliding_window=4, max_window_layers=0)
-    model = tiny_model("qwen2", **extra)
+    model = tiny_model(family, sliding_window=4, **extra)
     assert model.config.sliding_window == 4
     rollout = ragged(model, (9, 6))
     shapes, T = shapes_through(model), rollout.completion_mask.shape[1]
