@@ -4093,6 +4093,16 @@ def test_the_seed_decides_everything():
     assert other[0] != first[0] and other[1] != first[1]
 
 
+def test_every_step_of_every_seed_draws_afresh():
+    """One question, a model that stands still: else each step would sample the same answers."""
+    drawn = []
+    for seed in (0, 1):
+        config = tiny_config(steps=3, seed=seed, learning_rate=0.0, prompts_per_step=1)
+        steps = training_steps(small_model(), small_tokenizer(), DATA[:1], noisy_reward, config)
+        drawn += [tuple(learner.last[1].texts) for _, learner in steps]
+    assert len(set(drawn)) == 6
+
+
 def test_an_evaluation_between_the_steps_changes_nothing():
     """The generator hands over between steps; what is drawn there under fork_rng stays there."""
     quiet, metrics = go()
