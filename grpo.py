@@ -42,7 +42,7 @@ each other ("group-major": rows 0..G-1 belong to question 0). P is the width of 
 padded on the left; T the width of the answers ("completions"), padded on the right; V the
 vocabulary. Every function of the mathematics takes tensors and gives tensors, and stands alone:
 paste it under `import torch` (`rule_reward` with `extract_boxed`, under `import re`; `grpo_loss`
-with the three that it calls).
+with the three that it calls; `token_logprobs` with `tree_states`).
 
 What is changed against the papers, and why: the mean over tokens is over the answers of a whole
 step, however it is cut into micro-batches; a log-ratio is limited to +-50 so that nothing
