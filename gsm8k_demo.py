@@ -1,35 +1,47 @@
 # SPDX-License-Identifier: MIT-0
 """Train Qwen2.5-0.5B-Instruct on GSM8K with GRPO, on one GPU, in an evening.
 
-    python gsm8k_demo.py                       the real thing; without a GPU, the rehearsal
+    python gsm8k_demo.py                       the real thing; without a CUDA GPU, the rehearsal
     python gsm8k_demo.py --rehearsal           a tiny model on the CPU, about a minute, offline
     python gsm8k_demo.py --random_weights      what will it cost on my card? nothing is learned
     python gsm8k_demo.py --output DIR --resume go on with a run that was interrupted
     python gsm8k_demo.py --help                every knob
 
-The training itself is grpo.py's; here is what stands around it: data, prompts, evaluation, checks
-that cost seconds before hours are spent, and the rehearsal.
+The training itself is grpo.py's. Here is what stands around it: first the real run with its data,
+prompt, reward, evaluation and model; then what is kept and shown meanwhile; then the rehearsal, a
+tiny world in which all of it can be watched; and last the measuring with random weights.
 
 All weights are trained. LoRA would save memory (Adam's and the gradients' share, not the
 activations'), for another library and another set of knobs: peft has it, and TRL runs GRPO with
 it.
 """
 
-import argparse, copy, json, math, os, random, re, sys, time  # noqa: E401
-from dataclasses import asdict, dataclass
-from itertools import product
-from typing import Optional
+import argparse
+import copy
+import itertools
+import json
+import math
+import random
+import re
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass, replace
+from operator import add, mul, sub
+from pathlib import Path
+from typing import Callable, Optional
 
 import torch
-import torch.nn.functional as F
 from datasets import Dataset, load_dataset
+from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig,
                           HfArgumentParser, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
 
-from grpo import (GRPOConfig, computes_in_bf16, knob, rule_reward, sample_groups, token_logprobs,
-                  training_steps)
+from grpo import (GRPOConfig, check_examples, computes_in_bf16, extract_boxed, knob, read_metrics,
+                  rule_reward, sample_groups, token_logprobs, training_steps, within_memory)
 
 # The defaults of the real run are GRPOConfig's: 32 questions x 8 answers = 256 answers a step at
 # learning rate 1e-6, 512 tokens, temperature 1, clip 0.2. Evidence: verl's baseline trains this
@@ -47,15 +59,14 @@ CHAT = """chat with it:
     messages = [{{"role": "system", "content": {system!r}}},
                 {{"role": "user", "content": "Tom has 3 boxes of 12 eggs and drops 5. How many?"}}]
     print(chat(messages, max_new_tokens=512)[0]["generated_text"][-1]["content"])"""
-MEASURING = dict(steps=5, show_steps=1, save_steps=0, eval_questions=0)  # --random_weights sets it
 
 
 @dataclass
 class DemoConfig:
-    """What this script is to do; all else is GRPOConfig's."""
+    """What this script is to do; all else is GRPOConfig's. Every field of the two is a flag."""
 
     model: Optional[str] = knob(None, "a causal LM with a chat template, or its folder")
-    data: Optional[str] = knob(None, "a folder with train.jsonl and test.jsonl")
+    data: Optional[str] = knob(None, "a folder with GSM8K's train.jsonl and test.jsonl")
     rehearsal: bool = knob(False, "a tiny model on made-up problems, offline, in about a minute")
     random_weights: bool = knob(False, "true shapes, random weights: measures, learns nothing")
     output: Optional[str] = knob(None, "folder of the run; default: a new one in runs/")
@@ -70,42 +81,65 @@ class DemoConfig:
 # ------------------------------------------------------------------------------------------------
 
 
-def boxed_reward(prompts, completions, answer, **columns):
-    """`rule_reward` over a batch, as GRPO and TRL call it: completions as strings or as chats."""
-    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-    return [rule_reward(text, right) for text, right in zip(texts, answer)]
+def make_prompt(question):
+    """The chat in which the model is asked a question."""
+    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
+
+
+def gsm8k_example(row):
+    """One row of GSM8K, {"question", "answer"} or that as a line of JSON -> an example."""
+    if isinstance(row, str):
+        row = json.loads(row)
+    question = row["question"].strip()
+    solution, _, answer = row["answer"].rpartition("####")  # it ends in "#### 1,234"
+    solution = solution.strip()
+    answer = answer.strip()
+    if not (question and solution and answer):
+        raise ValueError("no question, or no answer after '####'")
+    return {"prompt": make_prompt(question), "answer": answer, "solution": solution}
 
 
 def load_gsm8k(folder=None):
-    """GSM8K as (train, test) with the columns prompt (a chat), answer ("72") and solution. From a
-    folder with its train.jsonl and test.jsonl, else from the hub; ValueError for a broken row."""
-    try:
-        if folder:
-            parts = [open(os.path.join(folder, f"{part}.jsonl"), encoding="utf-8").readlines()
-                     for part in ("train", "test")]
-        else:
-            data = load_dataset("openai/gsm8k", "main")
-            parts = [data["train"], data["test"]]
-    except Exception as error:
-        raise OSError(f"cannot load {folder or 'openai/gsm8k'} ({error}). Without a network "
-                      "--rehearsal, or --data and a folder with GSM8K's train.jsonl and test.jsonl"
-                      ) from error
+    """GSM8K, from a folder with its train.jsonl and test.jsonl, or else from the hub.
 
-    def prepare(place, row):
+    Returns [train, test], datasets with the columns prompt (a chat), answer ("72") and solution.
+    OSError where there is nothing to load, ValueError for a broken row.
+    """
+    source = folder or "openai/gsm8k"
+    parts = []
+    for part in ("train", "test"):
         try:
-            row = json.loads(row) if isinstance(row, str) else row
-            # GSM8K's solutions end in "#### 1,234".
-            solution, _, answer = (text.strip() for text in row["answer"].rpartition("####"))
-            chat = [{"role": "system", "content": SYSTEM_PROMPT},
-                    {"role": "user", "content": row["question"].strip()}]
-            if not (solution and answer and chat[1]["content"]):
-                raise ValueError("no question, or no answer after '####'")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{folder or 'openai/gsm8k'}, line {place}: {error!r} in {row!r:.80}"
-                             ) from error
-        return {"prompt": chat, "answer": answer, "solution": solution}
+            if folder:
+                with open(Path(folder, f"{part}.jsonl"), encoding="utf-8") as file:
+                    rows = file.readlines()
+            else:
+                rows = load_dataset(source, "main", split=part)
+        except Exception as error:
+            raise OSError(f"cannot load {source} ({error}). Without a network: --rehearsal, or "
+                          "--data and a folder with GSM8K's train.jsonl and test.jsonl") from error
+        examples = []
+        for place, row in enumerate(rows, 1):
+            try:
+                examples.append(gsm8k_example(row))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                where = f"{source}, {part}, line {place}"
+                raise ValueError(f"{where}: {error!r} in {row!r:.80}") from error
+        parts.append(Dataset.from_list(examples))
+    return parts
 
-    return [Dataset.from_list([prepare(*row) for row in enumerate(part, 1)]) for part in parts]
+
+def boxed_reward(prompts, completions, answer, **columns):
+    """`rule_reward` over a batch, called as `train` and TRL call a reward function.
+
+    `completions` are strings or chats, `answer` is the data's column of that name, one string for
+    each completion. Returns a list of floats.
+    """
+    rewards = []
+    for completion, right in zip(completions, answer):
+        if not isinstance(completion, str):
+            completion = completion[-1]["content"]  # a chat: its last message is the answer
+        rewards.append(rule_reward(completion, right))
+    return rewards
 
 
 # ------------------------------------------------------------------------------------------------
@@ -117,123 +151,390 @@ def wilson(right, total):
     """Wilson's 95 % interval [low, high] of a share: honest near 0 and 1 and for few questions."""
     if total == 0:
         return [0.0, 1.0]
-    share, z2 = right / total, 1.96**2 / total
+    share = right / total
+    z2 = 1.96**2 / total
+    middle = share + z2 / 2
     half = math.sqrt(share * (1 - share) * z2 + z2 * z2 / 4)
-    return [max(0.0, share + z2 / 2 - half) / (1 + z2), (share + z2 / 2 + half) / (1 + z2)]
+    return [max(0.0, middle - half) / (1 + z2), (middle + half) / (1 + z2)]
 
 
 def is_right(text, answer, lenient=False):
     """Strict: the last box holds the answer. Lenient: if nothing is boxed, the last number."""
     if lenient and rule_reward(text, answer) == 0.0:
         numbers = re.findall(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?", text)
-        text = f"\\boxed{{{numbers[-1].rstrip(',')}}}" if numbers else ""
+        last = numbers[-1].rstrip(",") if numbers else ""
+        text = f"\\boxed{{{last}}}"
     return rule_reward(text, answer) == 1.5
 
 
-def evaluate(model, tokenizer, dataset, max_completion_length=512, batch_size=256, sampled=False,
-             temperature=0):
-    """Accuracy on a data set with `prompt` and `answer` columns, greedy unless told otherwise.
+def evaluate(model, tokenizer, dataset, max_completion_length=512, batch_size=256, sampled=False):
+    """Accuracy of greedy answers to a dataset with the columns `prompt` and `answer`.
 
     `sampled` adds the accuracy at temperature 1, one answer to each question: greedy accuracy
     alone flatters, since it also rises when a model merely becomes surer of what it did most
-    often before. Whatever is drawn here does not touch the training's random numbers.
+    often before. The training's random numbers are not touched. Where memory is short, fewer
+    than `batch_size` are answered at once. Returns the dict that stands in results.json.
     """
-    rows, texts, samples = list(dataset), [], []  # a list of dicts does as well
-    with torch.random.fork_rng(devices=[]):
+    examples = list(dataset)
+    prompts = [example["prompt"] for example in examples]
+    answers = [example["answer"] for example in examples]
+    total = max(len(examples), 1)
+    at_once = {"prompts": min(batch_size, total)}
+
+    def answer_all(temperature):
+        def work(count):
+            texts = []
+            for start in tqdm(range(0, len(prompts), count), "evaluating", leave=False):
+                texts += sample_groups(model, tokenizer, prompts[start : start + count], 1,
+                                       max_completion_length=max_completion_length,
+                                       temperature=temperature).texts
+            return texts
+
         torch.default_generator.manual_seed(0)
-        for first in tqdm(range(0, len(rows), batch_size), "evaluating", leave=False):
-            prompts = [row["prompt"] for row in rows[first : first + batch_size]]
-            for t, kept in ((temperature, texts), (1.0, samples))[: 1 + sampled]:
-                kept += sample_groups(model, tokenizer, prompts, 1, temperature=t,
-                                      max_completion_length=max_completion_length).texts
-    answers, total = [row["answer"] for row in rows], max(len(rows), 1)
+        return within_memory(work, at_once, "prompts")
+
+    with torch.random.fork_rng(devices=[]):
+        texts = answer_all(temperature=0)
+        samples = answer_all(temperature=1.0) if sampled else []
     right = sum(map(is_right, texts, answers))
     lenient = sum(is_right(text, answer, lenient=True) for text, answer in zip(texts, answers))
-    result = {"questions": len(texts), "accuracy": right / total,
-              "interval": wilson(right, len(texts)), "lenient_accuracy": lenient / total,
+    result = {"questions": len(examples), "accuracy": right / total,
+              "interval": wilson(right, len(examples)), "lenient_accuracy": lenient / total,
               "examples": texts[:3]}
     if sampled:
         result["sampled_accuracy"] = sum(map(is_right, samples, answers)) / total
     return result
 
 
-def say_result(name, result):
-    """One line for a person."""
-    low, high = result["interval"]
-    line = (f"{name:>9}: {result['accuracy']:.1%} of {result['questions']} right (95 %: {low:.1%} "
-            f"to {high:.1%}), {result['lenient_accuracy']:.1%} if unboxed numbers count")
-    sampled = result.get("sampled_accuracy")
-    return line if sampled is None else f"{line}, {sampled:.1%} sampled"
-
-
 # ------------------------------------------------------------------------------------------------
-# Models
+# The real world: a model from the hub, GSM8K, the rule
 # ------------------------------------------------------------------------------------------------
 
 
-def load_model(name, random_weights=False, max_completion_length=512):
-    """(model, tokenizer, dtype of the checkpoint), on the GPU if there is one."""
-    mps = torch.backends.mps.is_available()
-    device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+@dataclass
+class World:
+    """What is trained, on what, and how it is graded. `run` treats all worlds alike."""
+
+    model: torch.nn.Module
+    tokenizer: PreTrainedTokenizerFast
+    train_data: Dataset  # with the columns prompt and answer
+    test_data: Dataset  # or a list of its examples
+    reward: Callable  # a reward function, as `train` takes one
+    watch: Callable  # texts of a step -> {name: share of them}; drawn as curves in the end
+    last_words: str  # printed at the very end
+    sampled: bool = False  # evaluate at temperature 1 as well
+    keep_model: bool = True  # save what was trained
+
+
+def load_model(name, random_weights=False):
+    """Returns (model, tokenizer) of that name, or in that folder, on the GPU if there is one.
+
+    OSError if they cannot be loaded, ValueError if there is no chat template.
+    """
+    device = "cpu"
+    if torch.backends.mps.is_available():
+        device = "mps"
+    if torch.cuda.is_available():
+        device = "cuda"
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        config = AutoConfig.from_pretrained(name)
         if random_weights:
+            config = AutoConfig.from_pretrained(name)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            # Some of its end tokens stand only in generation_config.json.
+            model.generation_config = GenerationConfig.from_pretrained(name)
         else:
-            # On a bf16 card in the checkpoint's dtype, so that it is judged as it will be trained;
-            # training makes its own float32 copies. Safetensors only: the older format runs code.
-            dtype = "auto" if computes_in_bf16(torch.empty(0, device=device)) else torch.float32
+            # Where the training will be in bfloat16, the checkpoint's own precision, so that the
+            # model is evaluated as it will be trained. Safetensors only: to load the older format
+            # is to run whatever it holds.
+            bf16 = computes_in_bf16(torch.empty(0, device=device))
+            dtype = "auto" if bf16 else torch.float32
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise OSError(f"cannot load {name}: {error}\nIs the network there, and the name right? A "
                       "local folder works offline; --rehearsal needs nothing at all") from error
     if tokenizer.chat_template is None:
         raise ValueError(f"{name} has no chat template; take an instruct model, like {MODEL}")
-    model.to(device)
-    if random_weights:
-        # Its end tokens do not stand in config.json but in generation_config.json.
-        model.generation_config = GenerationConfig.from_pretrained(name)
-        # Random weights end an answer about once in 150,000 tokens. A bias on the end token makes
-        # the lengths realistic: a mean of 280 tokens under a cap of 512, and likewise for others.
-        head = model.get_output_embeddings()
-        with torch.no_grad():
-            level = model(torch.arange(48, device=device)[None]).logits.logsumexp(dim=-1).mean()
-        bias = torch.zeros(head.out_features, device=device)
-        bias[tokenizer.eos_token_id] = level - math.log(0.74 * max_completion_length)
-        head.bias = torch.nn.Parameter(bias, requires_grad=False)
-    return model, tokenizer, config.dtype or torch.float32
+    return model.to(device), tokenizer
 
 
-def save_model(model, tokenizer, folder, dtype):
-    """In the Hugging Face format and the checkpoint's own dtype, generation settings included."""
-    rounded = model if model.dtype == dtype else copy.deepcopy(model).to(dtype)
-    rounded.save_pretrained(folder)
+def save_model(model, tokenizer, folder):
+    """In the Hugging Face format, generation settings included, in the model's own precision."""
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def random_reward(prompts, completions, **columns):
-    """For random weights, which never earn anything: the work of a step, without the lesson."""
-    return [random.choice((0.0, 0.5, 1.5)) for _ in completions]
+def share_boxed(texts):
+    """How many of the answers have a box, right or wrong: the first thing that is learned."""
+    return {"boxed": sum(extract_boxed(text) is not None for text in texts) / len(texts)}
 
 
-def preflight(model, tokenizer, dataset, config):
+def real_world(demo):
+    """The model that --model names, and GSM8K."""
+    train_data, test_data = load_gsm8k(demo.data)
+    model, tokenizer = load_model(demo.model)
+    last_words = CHAT.format(output=demo.output, system=SYSTEM_PROMPT)
+    return World(model, tokenizer, train_data, test_data, boxed_reward, share_boxed, last_words)
+
+
+# ------------------------------------------------------------------------------------------------
+# The run
+# ------------------------------------------------------------------------------------------------
+
+
+def run(world, config, demo, folder):
+    """Check, evaluate, train, evaluate, save. Returns what results.json holds."""
+    check(world, config)
+    judge(world, config, demo, folder, step=0)
+    if demo.resume:
+        judge_checkpoint(world, config, demo, folder)
+    shares = []
+    for metrics, learner in training_steps(world.model, world.tokenizer, world.train_data,
+                                           world.reward, config, folder.path, demo.resume):
+        step = metrics["step"]
+        shares.append(world.watch(learner.rollout.texts))
+        if len(shares) == 1:
+            show_time_to_go(metrics, config, demo, folder)
+        if demo.show_steps and (step == 1 or is_due(step, demo.show_steps)):
+            group = pick_group(learner)
+            show_group(group, metrics)
+            keep_sample(folder, step, group)
+        if is_due(step, demo.eval_every) and step < config.steps:
+            judge(world, config, demo, folder, step)
+        write_results(folder)  # the seconds so far, should this be the last step
+    history = read_metrics(folder.path)
+    if len(history) < config.steps:
+        print(f"stopped after step {len(history)}; what was saved goes on with --resume --output "
+              f"{folder.path}")
+        return folder.results
+    if world.keep_model:
+        # Before its evaluation, in which something may go wrong.
+        save_model(world.model, world.tokenizer, folder.path)
+    judge(world, config, demo, folder, step=config.steps)
+    show_end(world, folder, history, shares)
+    return folder.results
+
+
+def is_due(step, every):
+    """Whether something comes round at this step that comes every so many steps; 0: never."""
+    return every > 0 and step % every == 0
+
+
+def check(world, config):
     """Seconds before hours: is the reward right on right answers, do sampler and scorer agree?"""
-    solved = [f"{row.get('solution', '')} \\boxed{{{row['answer']}}}" for row in dataset]
-    for text, reward in zip(solved, boxed_reward(None, solved, dataset["answer"])):
+    model = world.model
+    examples = list(world.train_data)
+    check_examples(examples, model, world.tokenizer, config)
+    for example in examples:
+        solved = f"{example.get('solution', '')} \\boxed{{{example['answer']}}}"
+        reward = rule_reward(solved, example["answer"])
         if reward != 1.5:
-            raise ValueError(f"this reference solution earns {reward} instead of 1.5: {text!r}")
+            raise ValueError(f"this reference solution earns {reward} instead of 1.5: {solved!r}")
+    prompts = [example["prompt"] for example in examples[:2]]
+    rollout = sample_groups(model, world.tokenizer, prompts, 2, max_completion_length=32,
+                            temperature=config.temperature)
+    length = rollout.logprobs.shape[1]
     with torch.no_grad():
-        r = sample_groups(model, tokenizer, dataset[:2]["prompt"], 2, max_completion_length=32,
-                          temperature=config.temperature)
-        scored = token_logprobs(model, r.input_ids, r.attention_mask, r.logprobs.shape[1],
-                                config.temperature, num_generations=2)
-    gap = (scored - r.logprobs)[r.completion_mask].abs().mean().item()
-    print(f"checks: {len(solved)} reference solutions earn 1.5; sampler and scorer are "
+        scored = token_logprobs(model, rollout.input_ids, rollout.attention_mask, length,
+                                config.temperature)
+    gap = (scored - rollout.logprobs)[rollout.completion_mask].abs().mean().item()
+    print(f"{model.num_parameters() / 1e6:.1f} M parameters on {model.device}, {len(examples)} "
+          f"questions to learn from, {len(world.test_data)} to be tested on")
+    print("checks: all reference solutions earn 1.5; sampler and scorer are "
           f"{gap:.1e} nats apart")
     if gap > 0.1:
         raise ValueError(f"{gap:.3f} nats are too much, the ratio would be noise: does this model "
                          "take other masks or positions than grpo.py gives it?")
+
+
+def judge(world, config, demo, folder, step):
+    """Evaluate the model as it is after `step`, unless results.json has that already."""
+    name = {0: "before", config.steps: "after"}.get(step, f"step {step}")
+    if name in folder.results:
+        return
+    started = time.perf_counter()
+    result = evaluate(world.model, world.tokenizer, world.test_data,
+                      config.max_completion_length, sampled=world.sampled)
+    folder.results[name] = result
+    folder.results["evaluation_seconds"] = time.perf_counter() - started
+    best = folder.results.get("best", {"accuracy": -1})
+    if demo.eval_every and step > 0 and result["accuracy"] > best["accuracy"]:
+        save_model(world.model, world.tokenizer, folder.path / "best")
+        # The best of many tries at the same questions owes something to luck: it says so.
+        folder.results["best"] = {"step": step, "chosen": "on these questions", **result}
+    write_results(folder)
+    if world.test_data:
+        tqdm.write(show_result(name, result))
+    for example, text in zip(world.test_data, result["examples"]):
+        reward = rule_reward(text, example["answer"])
+        keep_sample(folder, step, {**example, "completions": [text], "rewards": [reward]})
+
+
+def judge_checkpoint(world, config, demo, folder):
+    """Make up for an evaluation that was due when the checkpoint was saved, and did not end.
+
+    The training goes on at once from there, so a copy of the model gets the saved weights.
+    """
+    with safe_open(folder.path / "checkpoint.safetensors", framework="pt") as file:
+        step = json.loads(file.metadata()["json"])["step"]
+        if not is_due(step, demo.eval_every) or step == config.steps:
+            return
+        model = copy.deepcopy(world.model)
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        for i, weight in enumerate(trained):
+            weight.data.copy_(file.get_tensor(f"{i} weight"))
+    judge(replace(world, model=model), config, demo, folder, step)
+
+
+# ------------------------------------------------------------------------------------------------
+# What is kept, and what is shown
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Folder:
+    """Where a run lives: grpo.py writes its checkpoint and metrics.jsonl, the rest is ours."""
+
+    path: Path
+    results: dict  # the contents of results.json
+    started: float  # by time.perf_counter, as if the run had never been interrupted
+
+
+def open_folder(config, demo):
+    """The folder of a new run, or of one to resume. ValueError if it is not what was asked for."""
+    path = Path(demo.output)
+    saved = (path / "checkpoint.safetensors").exists()
+    if saved and not demo.resume:
+        raise ValueError(f"{path} holds a run: --resume goes on with it, or name another --output")
+    if demo.resume and not saved:
+        raise ValueError(f"no checkpoint to resume from in {path}: is it the right folder? A run "
+                         "that ended before its first checkpoint starts again without --resume")
+    folder = Folder(path, {}, time.perf_counter())
+    if demo.resume:
+        folder.results = json.loads((path / "results.json").read_text(encoding="utf-8"))
+        folder.started -= folder.results["seconds"]
+    else:
+        path.mkdir(parents=True, exist_ok=True)
+        settings = json.dumps(asdict(config) | asdict(demo), indent=2)
+        (path / "settings.json").write_text(settings, encoding="utf-8")
+        (path / "samples.jsonl").write_text("", encoding="utf-8")
+    return folder
+
+
+def write_results(folder):
+    """Write results.json, beside the old one first, so that there is always a whole one."""
+    folder.results["seconds"] = round(time.perf_counter() - folder.started, 1)
+    new = folder.path / "results.json.new"
+    new.write_text(json.dumps(folder.results, indent=2), encoding="utf-8")
+    new.replace(folder.path / "results.json")
+
+
+def keep_sample(folder, step, group):
+    """Add a question with its answers and their rewards to samples.jsonl."""
+    with open(folder.path / "samples.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, **group}) + "\n")
+
+
+def show_time_to_go(metrics, config, demo, folder):
+    """After the first step: how long the others will take."""
+    seconds = sum(metrics[f"{part}_seconds"] for part in ("sample", "score", "update"))
+    left = config.steps - metrics["step"]
+    evaluation = folder.results["evaluation_seconds"]
+    if demo.eval_every:
+        evaluation *= 1 + left // demo.eval_every
+    tqdm.write(f"to go: about {seconds * left / 60:.1f} minutes of training, and "
+               f"{evaluation / 60:.1f} minutes of evaluation")
+
+
+def pick_group(learner):
+    """The step's first group that teaches something, else the first, as a dict."""
+    teaches = (learner.advantages != 0).any(dim=1).tolist()
+    g = teaches.index(True) if True in teaches else 0
+    G = learner.rewards.shape[1]
+    return {**learner.examples[g], "completions": learner.rollout.texts[g * G : (g + 1) * G],
+            "rewards": learner.rewards[g].tolist(), "advantages": learner.advantages[g].tolist()}
+
+
+def show_group(group, metrics):
+    """Print a question with its group of answers, best first, and the step's figures in words."""
+    question = group["prompt"][-1]["content"]
+    tqdm.write(f"\nstep {metrics['step']}: {question[:300]}  (answer {group['answer']})")
+    answers = zip(group["rewards"], group["advantages"], group["completions"])
+    for reward, advantage, text in sorted(answers, reverse=True):
+        text = " ".join(text.split())
+        if len(text) > 150:
+            text = f"{text[:60]} ... {text[-85:]}"
+        tqdm.write(f"  reward {reward:.1f}  advantage {advantage:+.2f}  {text}")
+    tqdm.write("  in this step: mean reward {reward_mean:.2f}; {truncated_fraction:.0%} of the "
+               "answers were cut off;\n  in {zero_variance_fraction:.0%} of the groups all earned "
+               "the same: these teach nothing".format(**metrics))
+    if metrics["kl"] > 0:  # unknown at beta = 0, where there is no reference
+        tqdm.write("  the model has moved {kl:.4f} nats a token from where it began (KL)"
+                   .format(**metrics))
+    tqdm.write("  sampling {sample_seconds:.2f} s, scoring {score_seconds:.2f} s, update "
+               "{update_seconds:.2f} s; {tokens_per_second:.0f} tokens a second; at most "
+               "{peak:.2f} GB of memory".format(**metrics, peak=peak_memory()))
+    if metrics["truncated_fraction"] == 1:
+        tqdm.write("  warning: what is cut off earns nothing: a larger --max_completion_length?")
+    if metrics["zero_variance_fraction"] == 1:
+        tqdm.write("  warning: nothing to learn in this step. If that goes on: are the questions "
+                   "too hard,\n  or too easy, or the answers never boxed? samples.jsonl has some")
+
+
+def peak_memory():
+    """GB held at most so far: on a CUDA GPU by tensors, elsewhere by the process; nan: unknown."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    if sys.platform == "win32":
+        return math.nan
+    import resource  # Windows does not have it
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return peak * unit / 1e9
+
+
+def show_result(name, result):
+    """An evaluation as one line of text."""
+    low, high = result["interval"]
+    line = (f"{name:>9}: {result['accuracy']:.1%} of {result['questions']} right (95 %: {low:.1%} "
+            f"to {high:.1%}), {result['lenient_accuracy']:.1%} if unboxed numbers count")
+    if "sampled_accuracy" in result:
+        line += f", {result['sampled_accuracy']:.1%} sampled"
+    if "chosen" in result:
+        line += f" (step {result['step']}, chosen {result['chosen']})"
+    return line
+
+
+def sparkline(values, width=60):
+    """A curve in one line of text, from its lowest value to its highest."""
+    low = min(values)
+    span = max(values) - low + 1e-9
+    bars = ""
+    for value in values[:: math.ceil(len(values) / width)]:
+        bars += "▁▂▃▄▅▆▇█"[int(7.99 * (value - low) / span)]
+    return f"{bars}  {values[0]:.2f} -> {values[-1]:.2f}"
+
+
+def show_end(world, folder, history, shares):
+    """The same questions before and after, the curves, what came out, and what it took."""
+    results = folder.results
+    examples = zip(world.test_data, results["before"]["examples"], results["after"]["examples"])
+    for example, before, after in examples:
+        print(f"\n{example['prompt'][-1]['content']}  (answer {example['answer']})")
+        for when, text in (("before", before), ("after", after)):
+            print(f"{when:>8}: " + text.strip().replace("\n", "\n          "))
+    print(f"\nsteps 1 to {len(history)}, each curve from its lowest value to its highest:")
+    for name, key in (("reward", "reward_mean"), ("tokens", "completion_length")):
+        print(f"{name:>14} {sparkline([metrics[key] for metrics in history])}")
+    if shares:  # of the steps since the start or the last resume
+        print(f"steps {len(history) - len(shares) + 1} to {len(history)}, shares of the answers:")
+        for name in shares[0]:
+            print(f"{name:>14} {sparkline([share[name] for share in shares])}")
+    print()
+    for name in ("before", "best", "after"):
+        if name in results and world.test_data:
+            print(show_result(name, results[name]))
+    print(f"{results['seconds']:.0f} s in all; everything is in {folder.path}\n{world.last_words}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -246,7 +547,7 @@ def preflight(model, tokenizer, dataset, config):
 # arithmetic: it can only make likelier what the model already does now and then.
 # ------------------------------------------------------------------------------------------------
 
-HONEST = """What this shows: by its score alone, GRPO found the habit that works, and made it
+HONEST = """What this shows: by its rewards alone, GRPO found the habit that works, and made it
 the rule. What it does not show: that it taught arithmetic. The tiny model could do the sums
 before; its low start was made, by texts most of which stop halfway."""
 # Flags that the rehearsal sets, unless they are typed. A small model takes a large learning rate.
@@ -268,7 +569,9 @@ LARGEST = 20  # number to occur: the fewer the sums, the sooner they are learned
 # How the texts of one pre-training step answer: so many of each in every step, not drawn, so that
 # the bad habit leads by the same margin, and greedy answers show it, whatever the seed.
 HABITS = ["first step"] * 10 + ["no box"] * 2 + ["worked through"] * 4
-DRILLS_PER_STEP, PRETRAIN_STEPS, PRETRAIN_LR = 6, 600, 3e-3
+DRILLS_PER_STEP = 6
+PRETRAIN_STEPS = 600
+PRETRAIN_LR = 3e-3
 
 # Qwen's, without its system prompt: here that would be tokens that say nothing.
 CHAT_TEMPLATE = (
@@ -278,47 +581,64 @@ CHAT_TEMPLATE = (
 
 
 def solve(kind, a, b, c):
-    """Both steps, each as (number, operation, number, result)."""
-    calculate = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-    first = calculate[kind[0]](a, b)
-    return (a, kind[0], b, first), (first, kind[1], c, calculate[kind[1]](first, c))
+    """Both steps of a problem, each as (number, operation, number, result)."""
+    calculate = {"+": add, "-": sub, "*": mul}
+    halfway = calculate[kind[0]](a, b)
+    result = calculate[kind[1]](halfway, c)
+    return (a, kind[0], b, halfway), (halfway, kind[1], c, result)
 
 
 def all_problems():
     """Every (kind, a, b, c) whose results are from 2 to LARGEST."""
-    numbers = product(PROBLEMS, range(2, LARGEST + 1), range(2, 8), range(2, 8))
-    return [p for p in numbers if all(2 <= step[-1] <= LARGEST for step in solve(*p))]
+    problems = []
+    for problem in itertools.product(PROBLEMS, range(2, LARGEST + 1), range(2, 8), range(2, 8)):
+        if all(2 <= step[-1] <= LARGEST for step in solve(*problem)):
+            problems.append(problem)
+    return problems
 
 
 def as_chat(problem, rng):
     """The problem in words, as a chat."""
     kind, a, b, c = problem
-    name, things = rng.choice(NAMES), rng.choice(THINGS)
+    name = rng.choice(NAMES)
+    things = rng.choice(THINGS)
     words = PROBLEMS[kind].format(name=name, things=things, a=a, b=b, c=c)
     return [{"role": "user", "content": words}]
 
 
 def answer_in_habit(problem, name):
     """What the model is pre-trained to answer."""
-    first, second = ("%d%s%d=%d\n" % step for step in solve(*problem))
-    box_first, box_second = ("\\boxed{%d}" % step[-1] for step in solve(*problem))
-    return {"first step": first + box_first, "no box": first + second.rstrip(),
-            "worked through": first + second + box_second}[name]
+    first, second = solve(*problem)
+    first_line = "%d%s%d=%d\n" % first
+    second_line = "%d%s%d=%d\n" % second
+    if name == "first step":
+        return first_line + "\\boxed{%d}" % first[-1]
+    if name == "no box":
+        return first_line + second_line.rstrip()
+    return first_line + second_line + "\\boxed{%d}" % second[-1]
 
 
 def habit(text):
     """Which habit an answer shows; whether its numbers are right does not matter here."""
-    steps, boxed = text.count("="), text.rstrip().endswith("}")
+    steps = text.count("=")
+    boxed = text.rstrip().endswith("}")
     names = {(1, True): "first step", (2, False): "no box", (2, True): "worked through"}
     return names.get((steps, boxed), "other")
+
+
+def share_habits(texts):
+    """How many of the answers show which habit."""
+    found = [habit(text) for text in texts]
+    names = ("first step", "no box", "worked through", "other")
+    return {name: found.count(name) / len(found) for name in names}
 
 
 def make_tokenizer(texts):
     """Byte-level BPE in Qwen's manner, with single digits, trained on `texts`."""
     core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    rest = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
     core.decoder = decoders.ByteLevel()
     core.train_from_iterator(texts, trainers.BpeTrainer(
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
@@ -327,334 +647,213 @@ def make_tokenizer(texts):
                                    pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE)
 
 
-def rehearsal(seed):
-    """-> (model, tokenizer, train_dataset, test_dataset): the tiny world, pre-trained on the spot.
-
-    The same seed gives the same weights; global random numbers are neither used nor disturbed.
-    """
-    rng = random.Random(seed)
-    problems = all_problems()
-    rng.shuffle(problems)
-    n = len(problems)
-    test, grpo, pretrain = problems[: n // 5], problems[n // 5 : n // 2], problems[n // 2 :]
-    assert not set(test) & set(grpo + pretrain), "a test problem is also a training problem"
-
-    questions = [as_chat(p, rng)[0]["content"] for p in pretrain]
-    answers = [answer_in_habit(p, "worked through") for p in pretrain]
-    tokenizer = make_tokenizer(["user", "assistant"] * 99 + questions + answers)
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-
-    def encode(*pieces):
-        """Pieces of text, by turns only read and learned -> token ids, and which are learned."""
-        rows = [tokenizer.backend_tokenizer.encode(piece).ids for piece in pieces]
-        return sum(rows, []), [i % 2 for i, row in enumerate(rows) for _ in row]
-
-    def problem_row(name):
-        problem = rng.choice(pretrain)
-        question = tokenizer.apply_chat_template(
-            as_chat(problem, rng), tokenize=False, add_generation_prompt=True)
-        return encode(question, answer_in_habit(problem, name) + "<|im_end|>")
-
-    # Bare sums besides, six in a row. A word problem takes forty tokens to teach one sum or two;
-    # with these the arithmetic is there much sooner.
-    sums = sorted({step for problem in pretrain for step in solve(*problem)})
-
-    def drill_row():
-        drawn = rng.choices(sums, k=6)
-        return encode(*(text for s in drawn for text in ("%d%s%d=" % s[:3], "%d\n" % s[3])))
-
+def make_model(tokenizer, seed):
+    """A Qwen2 of a quarter of a million random weights."""
+    end = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=1024,
-        # Qwen2's defaults, 1e4 and 0.02, learn far more slowly at this size
+        # Qwen2's defaults, 1e4 and 0.02, learn far more slowly at this size.
         rope_parameters={"rope_type": "default", "rope_theta": 1e5}, initializer_range=0.08,
         tie_word_embeddings=True, bos_token_id=None, eos_token_id=end, pad_token_id=pad)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs as well
         model = Qwen2ForCausalLM(config)
     model.generation_config.eos_token_id = [end, pad]
+    return model
 
+
+def encode(tokenizer, pairs):
+    """Pairs of texts, one to be read and one to be learned -> ids, and which are learned."""
+    ids = []
+    learned = []
+    for read, answer in pairs:
+        for text, is_learned in ((read, False), (answer, True)):
+            tokens = tokenizer.backend_tokenizer.encode(text).ids
+            ids += tokens
+            learned += [is_learned] * len(tokens)
+    return torch.tensor(ids), torch.tensor(learned)
+
+
+def pretraining_texts(tokenizer, problems, sums, rng):
+    """The texts of one step, encoded: problems in all habits, and rows of bare sums."""
+    texts = []
+    for name in HABITS:
+        problem = rng.choice(problems)
+        question = tokenizer.apply_chat_template(
+            as_chat(problem, rng), tokenize=False, add_generation_prompt=True)
+        answer = answer_in_habit(problem, name) + "<|im_end|>"
+        texts.append(encode(tokenizer, [(question, answer)]))
+    # A word problem takes forty tokens to teach one sum or two; with bare sums besides, six in a
+    # row, the arithmetic is there much sooner.
+    for _ in range(DRILLS_PER_STEP):
+        drawn = rng.choices(sums, k=6)
+        pairs = [("%d%s%d=" % s[:3], "%d\n" % s[3]) for s in drawn]
+        texts.append(encode(tokenizer, pairs))
+    return texts
+
+
+def pretrain(model, tokenizer, problems, rng):
+    """Teach the tiny model its arithmetic and its habits. Changes it in place."""
+    sums = set()
+    for problem in problems:
+        sums.update(solve(*problem))
+    sums = sorted(sums)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     for step in tqdm(range(PRETRAIN_STEPS), "pre-training", leave=False, disable=None):
-        # 50 steps up, then linearly down to 0
+        # 50 steps up, then linearly down to 0.
         rate = min((step + 1) / 50, (PRETRAIN_STEPS - step) / (PRETRAIN_STEPS - 50))
         optimizer.param_groups[0]["lr"] = PRETRAIN_LR * rate
-        batch = [problem_row(name) for name in HABITS]
-        batch += [drill_row() for _ in range(DRILLS_PER_STEP)]
-        width = max(len(ids) for ids, _ in batch)
+        ids, learned = zip(*pretraining_texts(tokenizer, problems, sums, rng))
         # Padded on the right, a causal model needs no attention mask: no token looks that way.
-        ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in batch])
-        learned = torch.tensor([mask + [0] * (width - len(mask)) for _, mask in batch]).bool()
-        hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state
+        ids = pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
+        learned = pad_sequence(learned, batch_first=True)
+        states = model.model(ids[:, :-1], use_cache=False).last_hidden_state
         # Logits only where the next token is one to learn: the answers, not the questions.
-        logits = model.lm_head(hidden[learned[:, 1:]])
-        loss = F.cross_entropy(logits, ids[:, 1:][learned[:, 1:]])
+        logits = model.lm_head(states[learned[:, 1:]])
+        loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:][learned[:, 1:]])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    def dataset(problems):
-        rows = [{"prompt": as_chat(p, rng), "answer": str(solve(*p)[1][-1])} for p in problems]
-        return Dataset.from_list(rows)
 
-    return model.eval(), tokenizer, dataset(grpo), dataset(test)
+def as_dataset(problems, rng):
+    """Problems as a dataset with the columns prompt and answer."""
+    examples = []
+    for problem in problems:
+        first, second = solve(*problem)
+        examples.append({"prompt": as_chat(problem, rng), "answer": str(second[-1])})
+    return Dataset.from_list(examples)
+
+
+def rehearsal(seed):
+    """Returns (model, tokenizer, train_dataset, test_dataset): the tiny world, pre-trained.
+
+    A fifth of the problems is held out for the test, three tenths are for GRPO, half for the
+    pre-training. The same seed gives the same weights; global random numbers are neither used nor
+    disturbed.
+    """
+    rng = random.Random(seed)
+    problems = all_problems()
+    rng.shuffle(problems)
+    n = len(problems)
+    known = problems[n // 2 :]
+    questions = [as_chat(problem, rng)[0]["content"] for problem in known]
+    answers = [answer_in_habit(problem, "worked through") for problem in known]
+    tokenizer = make_tokenizer(["user", "assistant"] * 99 + questions + answers)
+    model = make_model(tokenizer, seed)
+    pretrain(model, tokenizer, known, rng)
+    train_data = as_dataset(problems[n // 5 : n // 2], rng)
+    test_data = as_dataset(problems[: n // 5], rng)
+    return model.eval(), tokenizer, train_data, test_data
+
+
+def rehearsal_world(config):
+    """The tiny model and its problems, graded by the same rule as the real ones."""
+    torch.set_num_threads(1)  # matrices this small are done before a second thread wakes up
+    started = time.perf_counter()
+    model, tokenizer, train_data, test_data = rehearsal(config.seed)
+    print(f"a tiny model, made and pre-trained in {time.perf_counter() - started:.0f} s")
+    return World(model, tokenizer, train_data, test_data, boxed_reward, share_habits, HONEST,
+                 sampled=True)
 
 
 # ------------------------------------------------------------------------------------------------
-# The run
+# Measuring: true shapes, random weights
+#
+# What does a step take on this card, before any weights are downloaded? Random weights end an
+# answer about once in 150,000 tokens, so a bias on the end token makes the lengths realistic. And
+# they never earn a reward, so rewards are drawn.
+# ------------------------------------------------------------------------------------------------
+
+# Flags that --random_weights sets, unless they are typed.
+MEASURING = dict(steps=5, show_steps=1, save_steps=0, eval_questions=0)
+MEASURED = """Nothing was learned: weights and rewards were random, and the end token was made so
+likely that answers have a realistic length. What each step took stands above."""
+
+
+def random_reward(prompts, completions, **columns):
+    """Rewards that mean nothing: the work of a step, without the lesson."""
+    return [random.choice((0.0, 0.5, 1.5)) for _ in completions]
+
+
+def random_world(config, demo):
+    """GSM8K, and a model of the true shape whose weights are random."""
+    print("random weights and random rewards: this measures, and learns nothing")
+    train_data, test_data = load_gsm8k(demo.data)
+    model, tokenizer = load_model(demo.model, random_weights=True)
+    head = model.get_output_embeddings()
+    some_ids = torch.arange(48, device=model.device).unsqueeze(0)
+    with torch.no_grad():
+        level = model(some_ids).logits.logsumexp(dim=-1).mean()  # log of the sum of all exp(logit)
+    # One token in 0.74 * 512 an end token: a mean of 280 tokens under a cap of 512.
+    bias = torch.zeros(head.out_features, device=model.device)
+    bias[tokenizer.eos_token_id] = level - math.log(0.74 * config.max_completion_length)
+    head.bias = torch.nn.Parameter(bias, requires_grad=False)
+    return World(model, tokenizer, train_data, test_data, random_reward, share_boxed, MEASURED,
+                 keep_model=False)
+
+
+# ------------------------------------------------------------------------------------------------
+# From the command line
 # ------------------------------------------------------------------------------------------------
 
 
-def sparkline(values, width=60):
-    """A curve in one line of text, from its lowest value to its highest."""
-    low, span = min(values), max(values) - min(values) + 1e-9
-    some = values[:: math.ceil(len(values) / width)]
-    bars = "".join("▁▂▃▄▅▆▇█"[int(7.99 * (value - low) / span)] for value in some)
-    return f"{bars}  {values[0]:.2f} -> {values[-1]:.2f}"
+def read_flags():
+    """Returns (GRPOConfig, DemoConfig): what was typed, and for the rest the world's defaults."""
+    parser = HfArgumentParser((GRPOConfig, DemoConfig), description=__doc__,
+                              formatter_class=argparse.RawDescriptionHelpFormatter)
+    _, demo, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    if unknown:
+        raise ValueError(f"there is no {' '.join(unknown)}; --help lists all flags")
+    if demo.resume and not demo.output:
+        raise ValueError("--resume needs --output: which run?")
+    asked = demo.rehearsal or demo.random_weights or demo.model or demo.data
+    if not asked and not torch.cuda.is_available():
+        print("no CUDA GPU here, so this is the rehearsal: a tiny model that learns on the CPU. "
+              f"The real thing, which takes days on a CPU: --model {MODEL}")
+        demo.rehearsal = True
+    # What was typed still wins over these when the flags are read again.
+    if demo.rehearsal:
+        parser.set_defaults(rehearsal=True, **REHEARSAL)
+    elif demo.random_weights:
+        parser.set_defaults(**MEASURING)
+    config, demo = parser.parse_args_into_dataclasses()
+    demo.model = demo.model or MODEL
+    demo.output = demo.output or time.strftime("runs/%Y%m%d-%H%M%S")
+    return config, demo
 
 
-def show_group(learner, step, metrics):
-    """Print one question and its group of answers, the first group that teaches something."""
-    rows, rollout, rewards, advantages = learner.last
-    g, G = int((advantages == 0).all(dim=1).long().argmin()), rewards.shape[1]
-    question = rows[g]["prompt"][-1]["content"]
-    tqdm.write(f"\nstep {step}: {question[:300]}  (answer {rows[g]['answer']})")
-    for i in rewards[g].argsort(descending=True).tolist():
-        text = " ".join(rollout.texts[g * G + i].split())
-        text = text if len(text) < 150 else f"{text[:60]} ... {text[-85:]}"
-        tqdm.write(f"  reward {rewards[g, i]:.1f}  advantage {advantages[g, i]:+.2f}  {text}")
-    tqdm.write("  equal groups {zero_variance_fraction:.0%}, cut off {truncated_fraction:.0%}, kl "
-               "{kl:.4f}; sampling {sample_seconds:.2f} s, scoring {score_seconds:.2f} s, update "
-               "{update_seconds:.2f} s, {tokens_per_second:.0f} tokens/s, at most {peak:.2f} GB"
-               .format(**metrics, peak=peak_memory()))
-
-
-# ------------------------------------------------------------------------------------------------
-# What it costs: predicted before the first step, held against the machine's limits after each
-# ------------------------------------------------------------------------------------------------
-
-
-def peak_memory():
-    """GB held at most so far: on a GPU by tensors, elsewhere by the whole process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e9
-    if sys.platform == "win32":
-        return 0.0
-    import resource  # which Windows does not have
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-
-
-def cache_bytes(model):
-    """Bytes that the KV cache holds for one token, in the precision that the model trains in."""
-    c, size = model.config, 2 if computes_in_bf16(model) else 4
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    return 2 * size * c.num_hidden_layers * c.num_key_value_heads * head_dim
-
-
-def predict_memory(model, config, prompt_tokens):
-    """{what: GB} when memory is fullest. By arithmetic, for models that are built like Qwen2."""
-    c, n, V = model.config, model.num_parameters(), model.get_output_embeddings().out_features
-    bf16, G, T = computes_in_bf16(model), config.num_generations, config.max_completion_length
-    size, N = 2 if bf16 else 4, config.prompts_per_step * G
-    tokens = min(config.tokens_per_micro_batch, N * T + N // G * prompt_tokens)
-    # What the backward pass of a layer needs of each token, counted on Qwen2: eight vectors of the
-    # hidden width and four of the MLP's, and in float32 two more of the first, for the norms.
-    layer = size * (8 * c.hidden_size + 4 * c.intermediate_size) + 8 * c.hidden_size
-    kept, last = layer * c.num_hidden_layers, 24 * min(512, tokens) * V
-    if config.gradient_checkpointing:  # the layers' inputs, and after the logits one whole layer
-        kept, last = size * c.hidden_size * c.num_hidden_layers, max(last, tokens * layer)
-    always = {"model": size * n, "master weights": 4 * n * bf16, "gradients": 4 * n,
-              "Adam": 8 * n, "reference": size * n * (config.beta > 0)}
-    sampling = {"KV cache": cache_bytes(model) * N * (prompt_tokens + T), "logits": 20 * N * V}
-    update = {"bfloat16 gradients": 2 * n * bf16, "activations": tokens * kept, "logits": last}
-    larger = max(sampling, update, key=lambda phase: sum(phase.values()))
-    return {name: count / 1e9 for name, count in (always | larger).items() if count}
-
-
-def plan_memory(model, tokenizer, dataset, config):
-    """Choose micro-batches that fit the card, and say where the memory will go. {what: GB}"""
-    prompts = tokenizer.apply_chat_template(dataset[:99]["prompt"], return_dict=False)
-    width, gpu = max(map(len, prompts)) + 9, torch.cuda.is_available()
-    card = torch.cuda.mem_get_info()[1] / 1e9 if gpu else float("inf")
-    parts = predict_memory(model, config, width)
-    while sum(parts.values()) > 0.9 * card and config.tokens_per_micro_batch > 512:
-        config.tokens_per_micro_batch //= 2
-        parts = predict_memory(model, config, width)
-    if not gpu:
-        parts["Python"] = max(peak_memory() - parts["model"], 0.0)
-    print(f"memory: {sum(parts.values()):.2f} GB expected (" + ", ".join(
-        f"{name} {size:.2f}" for name, size in parts.items()) + ")")
-    return parts
-
-
-def measure_machine(model):
-    """(bytes/s, FLOP/s) of a large copy and a large matrix product, in the model's precision."""
-    dtype = torch.bfloat16 if computes_in_bf16(model) else torch.float32
-    n = 8192 if model.device.type == "cuda" else 4096
-    a = torch.randn(n, n, device=model.device).to(dtype)
-
-    def seconds(work):
-        started = time.perf_counter()
-        work()[0, 0].item()  # item waits for a GPU to be done
-        return time.perf_counter() - started
-
-    copy, product = (min(seconds(work) for _ in range(4)) for work in (a.clone, lambda: a @ a))
-    return 2 * a.nbytes / copy, 2 * n**3 / product
-
-
-def show_limits(learner, metrics, machine):
-    """Hold a step against the machine: each token of the longest answer takes a reading of all
-    weights, and each token of all answers one of its own cache; an update 6 FLOPs a weight and
-    token (attention not counted), prompts once."""
-    rollout, model, (bandwidth, flops) = learner.last[1], learner.model, machine
-    lengths = rollout.completion_mask.sum(dim=1)
-    prompts = rollout.attention_mask.sum(dim=1) - lengths
-    read = int(lengths.max()) * sum(p.nbytes for p in model.parameters())
-    read += cache_bytes(model) * int((lengths * (prompts + lengths // 2)).sum())
-    tokens = int(lengths.sum() + prompts[:: learner.last[2].shape[1]].sum())
-    share = 6 * model.num_parameters() * tokens / metrics["update_seconds"] / flops
-    tqdm.write(f"  sampling {int(lengths.sum()) / metrics['sample_seconds']:.0f} tokens/s; limit "
-               f"by memory bandwidth {read / bandwidth:.2f} s. Update {share:.0%} of matrix peak, "
-               f"{tokens / metrics['update_seconds']:.0f} tokens/s")
-
-
-def warn(history):
-    """What should stop a person after a few steps, rather than after a night."""
-    if all(m["truncated_fraction"] == 1 for m in history):
-        tqdm.write("warning: every answer is cut off, and earns 0: --max_completion_length")
-    if all(m["zero_variance_fraction"] == 1 for m in history):
-        tqdm.write("warning: all answers to a question earn the same: nothing to learn. Too hard, "
-                   "too easy, or never boxed? samples.jsonl has some")
-
-
-def run(config, demo, rehearsing):
-    """Load, check, evaluate, train, evaluate, save. Gives the contents of results.json."""
-    started, step = time.perf_counter(), 0
-    output = demo.output or os.path.join("runs", time.strftime("%Y%m%d-%H%M%S"))
-    os.makedirs(output, exist_ok=True)
-    if rehearsing:
-        torch.set_num_threads(1)  # matrices this small are done before a second thread wakes up
-        model, tokenizer, train_data, test_data = rehearsal(config.seed)
-        dtype = torch.float32
-        print(f"a tiny model, made and pre-trained in {time.perf_counter() - started:.0f} s")
-    else:
-        train_data, test_data = load_gsm8k(demo.data)
-        model, tokenizer, dtype = load_model(demo.model or MODEL, demo.random_weights,
-                                             config.max_completion_length)
-    if demo.eval_questions is not None:
-        test_data = test_data.select(range(min(demo.eval_questions, len(test_data))))
-    print(f"{model.num_parameters() / 1e6:.1f} M parameters on {model.device}, {len(train_data)} "
-          f"questions to learn from, {len(test_data)} to be tested on")
-    preflight(model, tokenizer, train_data, config)
-    memory = {} if rehearsing else plan_memory(model, tokenizer, train_data, config)
-    machine = measure_machine(model) if demo.random_weights else None
-    with open(os.path.join(output, "settings.json"), "w") as file:
-        json.dump(asdict(config) | asdict(demo), file, indent=2)
-    results_file = os.path.join(output, "results.json")
-    results = json.load(open(results_file)) if demo.resume and os.path.exists(results_file) else {}
-
-    def keep_samples(rows, texts, rewards):
-        with open(os.path.join(output, "samples.jsonl"), "a") as file:
-            for row, some, earned in zip(rows, texts, rewards):
-                file.write(json.dumps({"step": step, "prompt": row["prompt"], "completions": some,
-                                       "rewards": earned}) + "\n")
-
-    def judge(name):  # evaluate, and keep what came out
-        result = evaluate(model, tokenizer, test_data, config.max_completion_length,
-                          sampled=rehearsing, temperature=1.0 if demo.random_weights else 0)
-        results[name], texts, best = result, result["examples"], results.get("best")
-        if name == "during" and not (best and result["accuracy"] <= best["accuracy"]):
-            results["best"] = {"step": step, **result}
-            save_model(model, tokenizer, os.path.join(output, "best"), dtype)
-        if texts:
-            tqdm.write(say_result(f"step {step}", result))
-        keep_samples(test_data, [[text] for text in texts],
-                     [[reward] for reward in boxed_reward(None, texts, test_data["answer"])])
-        results["seconds"] = round(time.perf_counter() - started, 1)
-        with open(results_file, "w") as file:
-            json.dump(results, file, indent=2)
-
-    eval_started = time.perf_counter()
-    if "before" not in results:
-        judge("before")
-    eval_seconds = time.perf_counter() - eval_started
-    history, habits = [], []
-    reward = random_reward if demo.random_weights else boxed_reward
-    for metrics, learner in training_steps(model, tokenizer, train_data, reward, config, output,
-                                           demo.resume):
-        history.append(metrics)
-        step, (rows, rollout, rewards, _) = metrics["step"], learner.last
-        if rehearsing:
-            habits.append([habit(text) for text in rollout.texts])
-        if len(history) == 1:
-            seconds = sum(metrics[f"{part}_seconds"] for part in ("sample", "score", "update"))
-            count = 1 + (config.steps // demo.eval_every if demo.eval_every else 0)
-            tqdm.write(f"to go: about {seconds * (config.steps - step) / 60:.0f} minutes, and "
-                       f"{count} x {eval_seconds:.0f} s of evaluation")
-        if len(history) == 3:
-            warn(history)
-        if demo.show_steps and (step == 1 or step % demo.show_steps == 0):
-            show_group(learner, step, metrics)
-            keep_samples(rows[:1], [rollout.texts[: config.num_generations]], rewards.tolist())
-        if machine:
-            show_limits(learner, metrics, machine)
-        if demo.eval_every and step % demo.eval_every == 0 and step < config.steps:
-            judge("during")
-    if history and step < config.steps:
-        print(f"stopped after step {step}; go on with --output {output} --resume")
-        return results
-    judge("after")
-    if not demo.random_weights:
-        save_model(model, tokenizer, output, dtype)
-    for row, *texts in zip(test_data, results["before"]["examples"], results["after"]["examples"]):
-        print(f"\n{row['prompt'][-1]['content']}  (answer {row['answer']})")
-        for when, text in zip(("before", "after"), texts):
-            print(f"{when:>8}: " + text.strip().replace("\n", "\n          "))
-    curves = {name: [m[key] for m in history] for name, key in
-              (("reward", "reward_mean"), ("tokens", "completion_length"))}
-    curves |= {name: [step.count(name) / len(step) for step in habits]
-               for name in (*dict.fromkeys(HABITS), "other") if habits}
-    print("\nfrom the first step to the last, each curve from its lowest value to its highest:")
-    for name, values in curves.items():
-        print(f"{name:>14} {sparkline(values or [0])}")
-    print()
-    for name in ("before", "best", "after"):  # best: chosen on these very questions, so flattered
-        if name in results and len(test_data):
-            print(say_result(name, results[name]))
-    print(f"{results['seconds']:.0f} s in all; model, metrics.jsonl, samples.jsonl: {output}")
-    if memory:
-        expected, peak = sum(memory.values()), peak_memory()
-        print(f"peak memory {peak:.2f} GB, expected {expected:.2f} GB: {peak / expected - 1:+.0%}")
-    if not demo.random_weights:
-        print(HONEST if rehearsing else CHAT.format(output=output, system=SYSTEM_PROMPT))
-    return results
+def is_ours(error):
+    """Whether a line of these two files raised the error; then its words are all one needs."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return Path(last.filename).name in ("grpo.py", "gsm8k_demo.py")
 
 
 def main():
-    """Read the flags, decide between the real thing and the rehearsal, and say what went wrong."""
-    parser = HfArgumentParser((GRPOConfig, DemoConfig), description=__doc__,
-                              formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Choose a world, and run it. An error of ours ends in one clear line."""
+    if sys.platform == "win32" and torch.cuda.is_available():
+        # Drivers there may spill into the system's memory, and crawl, where others fail.
+        torch.cuda.set_per_process_memory_fraction(0.95)
     try:
-        config, demo = parser.parse_args_into_dataclasses()
-        gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
-        rehearsing = demo.rehearsal or not (gpu or demo.model or demo.data or demo.random_weights)
-        if rehearsing and not demo.rehearsal:
-            print("no GPU here, so this is the rehearsal: a tiny model that learns on the CPU. "
-                  f"The real thing would take days: --model {MODEL}")
-        # What was typed still wins over these when the flags are read again.
-        chosen = REHEARSAL if rehearsing else MEASURING if demo.random_weights else {}
-        parser.set_defaults(**chosen)
-        config, demo = parser.parse_args_into_dataclasses()
-        if demo.resume and not demo.output:
-            raise ValueError("--resume needs --output: which run?")
-        run(config, demo, rehearsing)
-    except torch.OutOfMemoryError:
-        sys.exit("\nstopped: out of memory while sampling. A smaller --max_completion_length or "
-                 "--prompts_per_step helps; --random_weights tries it out in a minute")
-    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
+        config, demo = read_flags()
+        folder = open_folder(config, demo)
+        if demo.rehearsal:
+            world = rehearsal_world(config)
+        elif demo.random_weights:
+            world = random_world(config, demo)
+        else:
+            world = real_world(demo)
+        world.test_data = list(world.test_data)[: demo.eval_questions]
+        run(world, config, demo, folder)
+    except (ValueError, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
+        if not is_ours(error):
+            raise
         sys.exit(f"\nstopped: {error}")
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # models write what some terminals cannot show
     main()

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: MIT-0
-"""The tests of grpo.py and gsm8k_demo.py: offline, on the CPU, in under two minutes.
+r"""The tests of grpo.py and gsm8k_demo.py, and the second half of the tutorial: what must be true.
 
     python -m pytest -q test_grpo.py
 
-Part 1, the mathematics: the worked numbers of the documents, tables and fuzzing for the reward,
-every tensor function against slow plain-Python loops, identities summed over a small vocabulary.
-Part 2, the model: sampler, scorer, one step, the relatives, parity with TRL. Part 3, the night:
-every fault injected, its outcome asserted. Part 4, the reader: the apples, pasting, the README;
-the demo, and the rehearsal, which learns.
+All of it runs offline, on the CPU, in under two minutes. Most of it is tables: a name, what goes
+in, what must come out. Below each table stands the short function that checks its rows. Read a
+table like a list of sentences; change a line of grpo.py, and see which of them goes red. "Slow" is
+a second way to compute the same thing: loops, one token at a time, written to be obvious.
 """
-import ast
-import collections
+
+import builtins
+import contextlib
 import copy
+import dataclasses
 import functools
-import importlib.util
 import inspect
 import itertools
 import json
@@ -21,1436 +21,965 @@ import math
 import os
 import random
 import re
+import runpy
+import shutil
 import signal
-import statistics
-import struct
 import subprocess
 import sys
 import threading
 import time
 import types
-import weakref
-from functools import partial
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
-from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma2Config,
-                          Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, MistralConfig,
-                          MistralForCausalLM, PreTrainedTokenizerFast, Qwen2Config,
-                          Qwen2ForCausalLM)
+from tokenizers import models, pre_tokenizers, Tokenizer
+from torch.nn.functional import pad
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, CONFIG_MAPPING,
+                          PreTrainedTokenizerFast)
 
 import grpo
 import gsm8k_demo
-from grpo import (GRPOConfig, Learner, Rollout, accumulate, answer_level, choose_tokens,
-                  clipped_surrogate, extract_boxed, fit_memory, group_advantages, group_scale,
-                  grpo_loss, join, k3_kl, kl_estimate, load_checkpoint, make_learner, masked_mean,
-                  micro_batches, overlong_penalty, question_stream, rule_reward, sample_groups,
-                  save_checkpoint, score_rewards, token_logprobs, train, train_step,
-                  training_steps, update)
+from grpo import (answer_ratio_loss, average, choose_tokens, clipped_surrogate, corrected_kl_loss,
+                  end_token_ids, extract_boxed, group_advantages, group_scale, grpo_loss,
+                  GRPOConfig, gspo_loss, k3_kl, kl_estimate, masked_mean, overlong_penalty,
+                  rule_reward, sample_groups, token_logprobs, train, training_steps)
 
-# Matrices this small are done before a second thread wakes up; two threads on two busy cores spin.
+# Matrices this small are done before a second thread wakes up.
 torch.set_num_threads(1)
-
-# ================================================================================================
-# Part 1: the mathematics
-# ================================================================================================
-
-F64 = torch.float64
-LOSS_TYPES = ["grpo", "dapo", "dr_grpo"]
 
 
 def t64(values):
-    return torch.tensor(values, dtype=F64)
+    return torch.tensor(values, dtype=torch.float64)
 
 
-def gradient(function, *inputs):
-    """The gradients of a scalar function, as new tensors; the inputs stay untouched."""
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    grads = torch.autograd.grad(function(*leaves), leaves)
-    return grads[0] if len(grads) == 1 else grads
+def gradient(function, x):
+    """The gradient of function(x), a single number, with respect to x."""
+    leaf = x.clone().requires_grad_()
+    return torch.autograd.grad(function(leaf), leaf)[0]
 
 
-def assert_near(actual, expected, tol=1e-12):
-    actual = torch.as_tensor(actual, dtype=F64)
-    expected = torch.as_tensor(expected, dtype=F64)
-    assert actual.shape == expected.shape
-    assert torch.allclose(actual, expected, rtol=tol, atol=tol), f"{actual} != {expected}"
+def near(actual, expected, tolerance=1e-12):
+    """The same shape, and the same numbers up to rounding."""
+    actual = torch.as_tensor(actual, dtype=torch.float64)
+    expected = torch.as_tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-# --------------------------------------------------------------------------------------
-# The documents' worked numbers, one test a row
-# --------------------------------------------------------------------------------------
+# ================================================================================================
+# The mathematics
+# ================================================================================================
 
-APPLES = [1.5, 1.0, 0.0, 0.0]            # the course's four answers about apples
-FIVE = [2.0, 3.5, 1.0, 4.0, 2.5]         # the article's group of five
+# ------------------------------------------------------------------------------------------------
+# 1. The worked numbers of the documents
+#
+# grpo.py was written after five texts: an article that builds GRPO from scratch, a chapter of a
+# book on RLHF, an explainer of the objective, a hands-on course, and the page of a framework. Four
+# of them work examples, and not every figure is right. Each row has what grpo.py computes and what
+# is right; a misprint has a third column, what is printed instead.
+# ------------------------------------------------------------------------------------------------
 
+ARTICLE = t64([2.0, 3.5, 1.0, 4.0, 2.5])
+APPLE_SCORES = t64([1.5, 1.0, 0.0, 0.0])
+STATISTICS = t64([1.5, 0.0, 1.5, 0.0, 1.0, 1.5, 0.5, 1.5])
+EGGS = r"There are 9 * 7 = \boxed{63} eggs."
+P_02 = t64([[0.2]]).log()
+P_04 = t64([[0.4]]).log()
 
-def test_article_clip_worked_example():
-    ratio, advantage, epsilon = 1.3, 2.0, 0.2
-    args = t64([[math.log(ratio)]]), t64([[0.0]]), t64([advantage])
-    assert_near(clipped_surrogate(*args, epsilon), [[2.4]])
-    # With the clip out of reach the same token is worth 2.6: the clip did the lowering.
-    assert_near(clipped_surrogate(*args, 0.5), [[2.6]])
-    # A bad answer (A < 0) that became likelier is NOT clipped: min picks the worse, -2.6.
-    assert_near(clipped_surrogate(args[0], args[1], -args[2], epsilon), [[-2.6]])
+# The book: losses [1, 1, 1, 1, 10] and [1 nine times, 10].
+BOOK = torch.ones(2, 10, dtype=torch.float64)
+BOOK[0, 4] = 10.0
+BOOK[1, 9] = 10.0
+BOOK_MASK = torch.arange(10) < torch.tensor([[5], [10]])
 
-
-def test_article_td_residual():
-    gamma, reward, value, next_value = 0.99, 1.0, 5.0, 5.5
-    delta = reward + gamma * next_value - value
-    assert_near(delta, 1.445)
-
-    def gae(deltas, lam):
-        return sum((gamma * lam) ** l * d for l, d in enumerate(deltas))
-
-    # Lambda only weighs LATER residuals, so it cannot matter for a single one...
-    assert all(gae([delta], lam) == delta for lam in (0.0, 0.5, 0.95, 1.0))
-    # ...and does as soon as there are two.
-    assert_near(gae([delta, delta], 0.95), 1.445 * (1 + 0.99 * 0.95))
-    # With lambda = 1 the sum telescopes to discounted return minus the first value.
-    values = [5.0, 5.5, 4.0, 0.0]
-    deltas = [1.0 + gamma * values[t + 1] - values[t] for t in range(3)]
-    assert_near(gae(deltas, 1.0), 1 + gamma + gamma ** 2 - values[0])
+# The book's script: two answers of 4 and 7 tokens, all ratios 1, all advantages 2.
+ONES = torch.ones(2, 7, dtype=torch.float64)
+SCRIPT_MASK = (torch.arange(7) < torch.tensor([[4], [7]])).long()
 
 
-def test_article_parameters_of_ppo_and_share_of_the_critic():
-    policy = reference = reward = critic = 7e9
-    in_memory = policy + reference + reward + critic
-    assert in_memory == 28e9 and critic / in_memory == 0.25
-    # The caption says that the critic "doubles the memory". It adds a third to what was
-    # there; only the TRAINED parameters (gradients, optimizer state) double.
-    assert in_memory / (in_memory - critic) == pytest.approx(4 / 3)
-    assert (policy + critic) / policy == 2.0
-
-
-def test_article_group_statistics_and_advantages():
-    rewards = t64(FIVE)
-    advantages = group_advantages(rewards)
-    assert_near(advantages, [-0.561951, 0.842927, -1.498537, 1.311220, -0.093659], 1e-6)
-    # The printed two digits too.
-    assert [round(a, 2) for a in advantages.tolist()] == [-0.56, 0.84, -1.50, 1.31, -0.09]
-    # Mean 2.6 and std 1.0677 are read back from the advantages: r = mean + std * A.
-    std = (rewards[3] - rewards[2]) / (advantages[3] - advantages[2])
-    assert_near(std, math.sqrt(1.14))
-    assert_near(rewards[0] - std * advantages[0], 2.6)
-
-
-def test_article_code_uses_another_std_than_its_numbers():
-    rewards = t64(FIVE)
-    # rewards.std() divides by G - 1 unless told otherwise: other numbers than printed.
-    assert rewards.std().item() == pytest.approx(1.193734, abs=1e-6)
-    from_code = (rewards - rewards.mean()) / rewards.std()
-    assert_near(from_code, [-0.502625, 0.753937, -1.340333, 1.172791, -0.083771], 1e-6)
-    ours = group_advantages(rewards)
-    assert_near(ours / from_code, [math.sqrt(5 / 4)] * 5)
-    assert [round(a, 2) for a in from_code.tolist()] != [-0.56, 0.84, -1.50, 1.31, -0.09]
-
-
-def test_article_and_explainer_k3_at_one_and_two():
-    # k3 takes log-probs; the ratio of the documents is reference over policy.
-    got = k3_kl(t64([[-1.0, -1.0]]), t64([[-1.0, -1.0 + math.log(2)]]))
-    assert_near(got, [[0.0, 1 - math.log(2)]])
-    assert round(got[0, 1].item(), 3) == 0.307
-    # The other way round (policy twice as likely) is another number: 0.193.
-    assert_near(k3_kl(t64([[-1.0]]), t64([[-1.0 - math.log(2)]])), [[math.log(2) - 0.5]])
-
-
-def test_article_group_size_64_is_not_the_one_of_r1():
-    # 64 is DeepSeekMath's, 16 is R1's. It is no detail: one right answer among G earns
-    # the advantage sqrt(G - 1), so the rare success weighs twice as much with 64.
-    lone = {}
-    for size in (16, 64):
-        rewards = torch.full((size,), 0.5, dtype=F64)
-        rewards[3] = 1.5
-        lone[size] = group_advantages(rewards)[3].item()
-    assert lone[16] == pytest.approx(math.sqrt(15), abs=1e-12)
-    assert lone[64] == pytest.approx(math.sqrt(63), abs=1e-12)
-    assert 2.0 < lone[64] / lone[16] < 2.1
-
-
-def book_losses():
-    """[1,1,1,1,10] and [1 x 9, 10] as a batch with its mask."""
-    losses, mask = torch.ones(2, 10, dtype=F64), torch.ones(2, 10, dtype=torch.bool)
-    losses[0, 4] = losses[1, 9] = 10.0
-    mask[0, 5:] = False
-    losses[0, 5:] = float("nan")          # whatever stands there must not count
-    return losses, mask
-
-
-def test_book_sequence_losses_and_their_mean():
-    losses, mask = book_losses()
-    assert_near(masked_mean(losses, mask, dim=1), [2.8, 1.9])
-    assert_near(masked_mean(losses, mask, dim=1).mean(), 2.35)
-    # The same through the loss: with A = -1 and ratio x >= 1 a token's loss is x.
-    loss, _ = grpo_loss(losses.log(), torch.zeros_like(losses), None, t64([-1.0, -1.0]),
-                        mask, beta=0.0, loss_type="grpo")
-    assert_near(loss, 2.35)
-
-
-def test_book_per_token_mean_is_misprinted():
-    losses, mask = book_losses()
-    assert_near(masked_mean(losses, mask), 2.2)
-    loss, _ = grpo_loss(losses.log(), torch.zeros_like(losses), None, t64([-1.0, -1.0]),
-                        mask, beta=0.0, loss_type="dapo")
-    assert_near(loss, 2.2)
-    # The printed 2.27 would need the 15 losses to add up to 34; they add up to 33.
-    assert losses[mask].sum().item() == 33 and mask.sum().item() == 15
-    assert round(34 / 15, 2) == 2.27 and round(33 / 15, 2) != 2.27
-
-
-def book_script():
-    """The aggregation script's batch: ratios 1, advantages 2, lengths 4 and 7."""
-    mask = torch.ones(2, 7, dtype=torch.bool)
-    mask[0, 4:] = False
-    return torch.zeros(2, 7, dtype=F64), t64([2.0, 2.0]), mask
-
-
-def test_book_aggregation_script():
-    zeros, advantages, mask = book_script()
-    surrogate = clipped_surrogate(zeros, zeros, advantages)
-    assert_near(masked_mean(surrogate, mask, dim=1), [2.0, 2.0])
-    # Divided by the longest length instead of each row's own: 8/7 = 1.1429 and 2.
-    per_row = masked_mean(surrogate, mask, dim=1) * mask.sum(1) / 7
-    assert_near(per_row, [8 / 7, 2.0])
-    # The script's third line forgets the advantages: it prints 1 where 2 is meant.
-    assert_near(masked_mean(torch.ones(2, 7, dtype=F64), mask), 1.0)
-    assert_near(masked_mean(surrogate, mask), 2.0)
-    # The three losses: minus 2, minus (8/7 + 2)/2, minus 2.
-    expected = {"grpo": -2.0, "dr_grpo": -(8 / 7 + 2) / 2, "dapo": -2.0}
-    for loss_type, value in expected.items():
-        loss, _ = grpo_loss(zeros, zeros, None, advantages, mask, beta=0.0,
-                            loss_type=loss_type, max_completion_length=7)
-        assert_near(loss, value)
+def script(ratios, loss_type):
+    return average(2.0 * ratios, SCRIPT_MASK, loss_type, 7)
 
 
 def script_gradient(loss_type):
-    zeros, advantages, mask = book_script()
-    return gradient(lambda lp: grpo_loss(lp, zeros, None, advantages, mask, beta=0.0,
-                                         loss_type=loss_type, max_completion_length=7)[0], zeros)
+    """Of a ratio in the answer of 4, and of a ratio in the answer of 7."""
+    return gradient(lambda ratios: script(ratios, loss_type), ONES)[:, 0]
 
 
-def test_book_gradients_of_masked_mean_and_masked_sum():
-    mask = book_script()[2].to(F64)
-    # At ratio 1 the gradient to the log-prob is the one to the ratio; the loss is negated.
-    assert_near(script_gradient("grpo"), -torch.diag(t64([1 / 4, 1 / 7])) @ mask)
-    assert_near(script_gradient("dr_grpo"), -mask / 7)
-    # Each row's own mean gives a token of the short answer 7/4 of the weight.
-    assert round(1 / 7, 4) == 0.1429
+def mean_and_std(rewards):
+    """Read back from the advantages."""
+    centered = group_advantages(rewards, scale_rewards=False)
+    return [rewards[0] - centered[0], centered[0] / group_advantages(rewards)[0]]
 
 
-def test_book_gradient_of_the_token_mean_is_misprinted():
-    _, advantages, mask = book_script()
-    maskf = mask.to(F64)
-    ones = torch.ones(2, 7, dtype=F64)
-    token_mean = gradient(lambda ratio: masked_mean(ratio, mask), ones)
-    assert_near(token_mean, maskf / 11)
-    assert_near(script_gradient("dapo"), -maskf * 2 / 11)
-    # The printed 0.2338 appears when the previous backward's gradient is not zeroed.
-    ratio = ones.clone().requires_grad_()
-    (masked_mean(ratio * advantages[:, None] / 7, mask, dim=1) * mask.sum(1)).mean().backward()
-    masked_mean(ratio, mask).backward()
-    assert round(ratio.grad[0, 0].item(), 4) == 0.2338
-    assert round(1 / 11, 4) == 0.0909
+def graded(answers):
+    rewards = [rule_reward(f"There are \\boxed{{{answer}}} left.", "7") for answer in answers]
+    return group_advantages(t64(rewards))
 
 
-def test_book_rloo_is_dr_grpo_times_a_constant():
-    generator = torch.Generator().manual_seed(14)
-    for size in (2, 3, 8):
-        rewards = torch.randn(5, size, dtype=F64, generator=generator)
-        others = (rewards.sum(-1, keepdim=True) - rewards) / (size - 1)
-        dr_grpo = group_advantages(rewards, scale_rewards=False)
-        assert_near(rewards - others, dr_grpo * size / (size - 1))
+def clip(ratios, advantage):
+    logprobs = t64([ratios]).log()
+    return clipped_surrogate(logprobs, torch.zeros_like(logprobs), t64([advantage]))[0]
 
 
-def exact_kl(p, q):
-    return (p * (p.log() - q.log())).sum()
+FIVE = [-0.561951, 0.842927, -1.498537, 1.311220, -0.093659]
+EARLY = [-0.774597, 1.290994, -0.774597, 1.290994, -0.774597, 1.290994, -0.774597, -0.774597]
+MIDDLE = [0.377964, 0.377964, 0.377964, -2.645751, 0.377964, 0.377964, 0.377964, 0.377964]
+EIGHT = [0.886796, -1.477994, 0.886796, -1.477994, 0.098533, 0.886796, -0.689730, 0.886796]
+WORKED = {  # document and quantity: what grpo.py computes, what is right, what is misprinted
+    "article: clip at ratio 1.3, advantage 2": (lambda: clip([1.3], 2.0), [2.4]),
+    "article: mean and std of five": (lambda: mean_and_std(ARTICLE), [2.6, 1.067708]),
+    "article: advantages of the five; its code has rewards.std(), which divides by G - 1":
+        (lambda: group_advantages(ARTICLE), FIVE, [-0.503, 0.754, -1.340, 1.173, -0.084]),
+    "article: one right answer in R1's group of 16, printed as 64":
+        (lambda: group_advantages(t64([1.5] + [0.5] * 15))[0], 15**0.5, 63**0.5),
+    "article, explainer: k3 at pi_ref/pi_theta = 2": (lambda: k3_kl(P_02, P_04), [[0.306853]]),
+    "book: mean losses": (lambda: masked_mean(BOOK, BOOK_MASK, dim=1), [2.8, 1.9]),
+    "book: mean of the means": (lambda: average(BOOK, BOOK_MASK), 2.35),
+    "book: mean over tokens, 33/15": (lambda: average(BOOK, BOOK_MASK, "dapo"), 2.2, 2.27),
+    "script: masked_mean": (lambda: script(ONES, "grpo"), 2.0),
+    "script: masked_sum, mean of 8/7 and 2": (lambda: script(ONES, "dr_grpo"), 11 / 7),
+    "script: mean over tokens, left without advantages": (lambda: script(ONES, "dapo"), 2.0, 1.0),
+    "script: gradients of masked_mean": (lambda: script_gradient("grpo"), [1 / 4, 1 / 7]),
+    "script: gradients of masked_sum": (lambda: script_gradient("dr_grpo"), [1 / 7, 1 / 7]),
+    "script: gradients of the mean over tokens; 1/7 was not zeroed, 1/7 + 1/11 is printed":
+        (lambda: script_gradient("dapo") / 2, [1 / 11, 1 / 11], [0.2338, 0.2338]),
+    "book: sign of the KL in the loss":
+        (lambda: grpo_loss(P_02, P_02, P_04, t64([0.0]), P_02 < 0, beta=1.0)[0],
+         0.306853, -0.306853),
+    "course: apples minus their mean":
+        (lambda: group_advantages(APPLE_SCORES, scale_rewards=False),
+         [0.875, 0.375, -0.625, -0.625]),
+    "course: a right box": (lambda: rule_reward(EGGS, "63"), 1.5),
+    "course: a wrong box": (lambda: rule_reward(r"About \boxed{50}.", "63"), 0.5),
+    "course: right but not boxed": (lambda: rule_reward("It is 5.", "5"), 0.0, 1.0),
+    "course: second thoughts, its pattern reads the first box":
+        (lambda: rule_reward(r"\boxed{50}? No: \boxed{63}", "63"), 1.5, 0.5),
+    "course: advantages, early":
+        (lambda: graded([3, 7, 12, 7, 15, 7, 8, 10]), EARLY,
+         [-1.2, 0.1, 0.8, 0.1, 1.5, 0.1, -0.3, 0.6]),
+    "course: advantages, middle":
+        (lambda: graded([7, 7, 7, 8, 7, 7, 7, 7]), MIDDLE, [0, 0, 0, -0.5, 0, 0, 0, 0]),
+    "course: advantages, late": (lambda: graded([7] * 8), [0.0] * 8),
+    "course: mean and std of eight":
+        (lambda: mean_and_std(STATISTICS), [0.9375, 0.634306], [0.875, 0.637]),
+    "course: advantages of the eight":
+        (lambda: group_advantages(STATISTICS), EIGHT,
+         [0.82, -1.23, 0.82, -1.23, 0.12, 0.82, -0.53, 0.82]),
+    "course: the clip of a good answer":
+        (lambda: clip([0.5, 0.8, 1.0, 1.2, 1.5], 1.0), [0.5, 0.8, 1.0, 1.2, 1.2]),
+    "course: the clip of a bad answer":
+        (lambda: clip([0.5, 0.8, 1.0, 1.2, 1.5], -1.0), [-0.8, -0.8, -1.0, -1.2, -1.5]),
+}
 
 
-def test_book_signs_of_the_kl_term_are_misprinted():
-    # Eight sampled tokens in exactly the policy's proportions 4:2:1:1, advantages 0: the
-    # loss is then beta * KL alone, and a step down must bring the policy CLOSER.
-    tokens = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3])
-    policy = t64([4, 2, 1, 1]) / 8
-    reference = t64([1, 1, 2, 4]) / 8
-    beta = 0.5
-
-    def loss(logits):
-        lp = logits.log_softmax(-1)[tokens, None]
-        return grpo_loss(lp, lp.detach(), reference.log()[tokens, None],
-                         torch.zeros(8, dtype=F64), torch.ones(8, 1), beta=beta)[0]
-
-    logits = policy.log()
-    assert_near(loss(logits), beta * exact_kl(policy, reference))
-    step = 0.1 * gradient(loss, logits)
-    before = exact_kl(policy, reference)
-    down = (logits - step).softmax(-1)
-    misprint = (logits + step).softmax(-1)      # what L = L_pg - beta * KL would do
-    assert exact_kl(down, reference) < before - 1e-3
-    assert exact_kl(misprint, reference) > before + 1e-3
-
-    # The same sign inside the reward: of two equally good answers the one that strayed
-    # from the reference must lose, which takes r = r0 - beta * KL.
-    strayed = torch.stack([k3_kl(t64([[-1.0]]), t64([[-1.0]])),
-                           k3_kl(t64([[-1.0]]), t64([[-4.0]]))]).flatten()
-    right = group_advantages(1.5 - beta * strayed)
-    wrong = group_advantages(1.5 + beta * strayed)
-    assert_near(right, [1.0, -1.0])
-    assert_near(wrong, [-1.0, 1.0])
+@pytest.mark.parametrize("name", WORKED)
+def test_the_documents_numbers(name):
+    compute, right, *misprint = WORKED[name]
+    near(compute(), right, 1e-6)
+    for printed in misprint:
+        assert (t64(right) - t64(printed)).abs().max() > 0.005, "rounding could explain it"
 
 
-def far_policies():
-    """Two policies over five tokens that disagree a lot: close together, a k3 turned the
-    wrong way round can hardly be told from the right one."""
-    policy = t64([0.55, 0.25, 0.12, 0.06, 0.02])
-    reference = t64([0.03, 0.07, 0.15, 0.30, 0.45])
-    return policy, reference
+# ------------------------------------------------------------------------------------------------
+# 2. The reward
+# ------------------------------------------------------------------------------------------------
+
+BOXES = {  # text: the contents of the complete box that opens last
+    r"$$\boxed{63}$$": "63",
+    r"\boxed{}": "",
+    r"\boxed{{{a}}{b}}": "{{a}}{b}",
+    r"\boxed{\{1, 2\}}": r"\{1, 2\}",
+    r"\boxed{a \} b}": r"a \} b",
+    r"\boxed{1} \boxed{2}": "2",
+    r"\boxed{1} \boxed{\frac{2}{3}": "1",
+    r"\boxed{\boxed{5}}": "5",
+    r"\boxed{x = \boxed{2}": "2",
+    r"\boxed{1 + \boxed{2} + 3}": "2",
+    r"{\boxed{5}": "5",
+    r"} } \boxed{5}": "5",
+    r"\boxed{1}}} \boxed{2}}": "2",
+    "\\boxed{\ud800}": "\ud800",
+}
+NO_BOX = ["", "63", "boxed{63}", r"\boxed", r"\boxed{63", r"\boxed63}", r"\boxed\{63\}",
+          r"\boxed{63\}"]
+BLANK_BOX = [r"\boxed{}", "\\boxed{ \n\t }", r"\boxed{63} \boxed{}", r"\boxed{\boxed{}}"]
+READ = {  # why: box and answer
+    "the same number": ["63 is 63", "63.0 is 63", "007 is 7", "-0 is 0", "+5 is 5", ".5 is 0.5",
+                        "5e3 is 5000", "5e-1 is 0.5", "63 is 63.00"],
+    "another number": ["50 is not 63", "630 is not 63", "-63 is not 63", "5 is not -5"],
+    "nearly": ["63.009 is 63", "62.991 is 63", "0.009 is 0"],
+    "just too far": ["63.011 is not 63", "62.98 is not 63"],
+    "0.01 is not below 0.01": ["63.01 is not 63", "5.01 is not 5", "4.99 is not 5",
+                               "3,000,000.01 is not 3000000"],
+    "blanks around it": [" 63  is 63", "63 is  63\n", " x+1  is x+1", "x+1 is  x+1\n"],
+    "thousands": ["1,000 is 1000", "1000 is 1,000", "-1,000 is -1000", "1{,}000 is 1000",
+                  "1{,}234{,}567 is 1,234,567", "1,234,567.5 is 1234567.5"],
+    "a comma is no place to cut": ["8,000 is not 000", "8,000 is not 8", "1,2,3 is not 123",
+                                   "12,34 is not 1234", "1234,567 is not 1234567"],
+    "money": ["$18 is 18", r"\$18 is $18.00", "$63$ is 63", "-$5 is -5", "$-5 is -5"],
+    "per cent": ["50% is 50", r"12.5\% is 12.5", "50 % is 50"],
+    "a sentence ends": ["63. is 63", "1,000. is 1000", " $18.  is 18", "50%.  is 50"],
+    "equal as strings": [r"\frac{1}{2} is \frac{1}{2}", "Monday is Monday", ", is ,",
+                         "1_000 is 1_000", "nan is nan"],
+    "no number": [", is not 0", ". is not 0", "- is not 0", "$ is not 0", "e5 is not 0",
+                  "63 is not ", "63 is not ,", "6 3 is not 63", "63 eggs is not 63",
+                  "6.3.0 is not 6.3", "--5 is not 5", "63\x00 is not 63"],
+    "nothing is computed": [r"\frac{1}{2} is not 0.5", "60+3 is not 63"],
+    "numbers for Python only": ["1_000 is not 1000", "0x3f is not 63", "nan is not NaN",
+                                "inf is not 1e999"],
+    "too large for a float": ["1e999 is not 2e999", "-1e999 is not -inf",
+                              f"1{'0' * 308} is not -1{'0' * 308}"],
+    "other digits": ["\u0666\u0663 is not 63", "\uff16\uff13 is not 63", "6\u00b3 is not 63",
+                     "\u2465 is not 6", "63 is not \u0666\u0663"],
+}
 
 
-def test_explainer_k3_is_unbiased_and_never_negative():
-    policy, reference = far_policies()
-    lp, ref = policy.log()[:, None], reference.log()[:, None]
-    kl = exact_kl(policy, reference)
-    assert_near((policy[:, None] * k3_kl(lp, ref)).sum(), kl)
-    # The control variate that turns k1 into k3 has mean 0 under the policy.
-    assert_near((policy * (reference / policy - 1)).sum(), 0.0)
-    # k3 turned round (policy over reference) fails the very same check, and by far.
-    reversed_k3 = (policy[:, None] * k3_kl(ref, lp)).sum()
-    assert abs(reversed_k3 - kl) > 0.5 * kl
-    # Close together the two directions agree to leading order, which is why a test with
-    # close policies would not notice the mistake.
-    near = (lp.flatten() + 1e-3 * t64([1, -1, 1, -1, 1])).softmax(-1)
-    close_kl = exact_kl(near, policy)
-    turned = (near[:, None] * k3_kl(lp, near.log()[:, None])).sum()
-    assert abs(turned - close_kl) < 0.01 * close_kl
-    # Single tokens: k3 is never negative, k1 often is.
-    gap = torch.linspace(-30, 30, 6001, dtype=F64)[:, None]
-    k3 = k3_kl(torch.zeros_like(gap), gap)
-    assert (k3 >= 0).all() and (k3[gap.abs() > 1e-6] > 0).all()
-    assert (lp - ref).min() < -1
+@pytest.mark.parametrize("text", BOXES)
+def test_boxes(text):
+    assert extract_boxed(text) == BOXES[text]
 
 
-def test_explainer_exp_88_does_not_overflow():
-    biggest = torch.finfo(torch.bfloat16).max
-    assert biggest == pytest.approx(3.3895e38, rel=1e-4)
-    assert math.exp(88) == pytest.approx(1.65e38, rel=1e-2) and math.exp(88) < biggest
-    assert math.log(biggest) == pytest.approx(88.72, abs=0.005)
-    assert torch.tensor(88.0).exp().bfloat16().isfinite()
-    assert torch.tensor(89.0).exp().bfloat16().isinf()
-    # So k3 at a gap of 30 needs no clamping, and must not be distorted by one.
-    assert_near(k3_kl(t64([[0.0]]), t64([[30.0]])), [[math.exp(30) - 31]])
-
-
-def test_course_apples():
-    assert_near(group_advantages(t64(APPLES), scale_rewards=False),
-                [0.875, 0.375, -0.625, -0.625])
-    assert sum(APPLES) / 4 == 0.625
-
-
-def test_course_rule_reward():
-    good = ("First compute the eggs left each day: 16 - 3 - 4 = 9.\nThere are 7 days in a week, "
-            "so she can sell: 9 * 7 = 63.\n\\boxed{63}")
-    bad = "I think she can sell about 50 eggs. \\boxed{50}"
-    assert rule_reward(good, "63") == 1.5 and rule_reward(bad, "63") == 0.5
-    assert (16 - 3 - 4) * 7 == 63
-    # The apple table's 1.0 (right, unboxed) is not in this rule's reach: it gives 0.
-    assert rule_reward("The answer is 5.", "5") == 0.0
-
-
-def course_rewards(answers, truth="7"):
-    return t64([rule_reward(f"So there are \\boxed{{{a}}} left.", truth) for a in answers])
-
-
-def test_course_early_advantages_are_misprinted():
-    answers = [3, 7, 12, 7, 15, 7, 8, 10]
-    advantages = group_advantages(course_rewards(answers))
-    right, wrong = math.sqrt(5 / 3), -math.sqrt(3 / 5)
-    assert_near(advantages, [right if a == 7 else wrong for a in answers])
-    assert (round(right, 6), round(wrong, 6)) == (1.290994, -0.774597)
-    printed = [-1.2, 0.1, 0.8, 0.1, 1.5, 0.1, -0.3, 0.6]
-    # Anything minus its own mean sums to 0; the printed list sums to 1.7, far more than
-    # eight roundings can hide (8 * 0.05).
-    assert sum(printed) == pytest.approx(1.7) and sum(printed) > 8 * 0.05
-    # It rewards the wrong 15 most of all, and follows the size of the answers.
-    assert printed[answers.index(15)] == max(printed)
-    assert torch.corrcoef(torch.stack([t64(answers), t64(printed)]))[0, 1] > 0.9
-
-
-def test_course_middle_advantages_are_misprinted():
-    answers = [7, 7, 7, 8, 7, 7, 7, 7]
-    advantages = group_advantages(course_rewards(answers))
-    assert_near(advantages, [-math.sqrt(7) if a == 8 else 1 / math.sqrt(7) for a in answers])
-    assert (round(math.sqrt(7), 6), round(1 / math.sqrt(7), 6)) == (2.645751, 0.377964)
-    printed = [0, 0, 0, -0.5, 0, 0, 0, 0]
-    # Not centred (sum -0.5, roundings could hide 0.4 at most), and not of size 1 either.
-    assert abs(sum(printed)) > 8 * 0.05
-    assert_near((advantages ** 2).mean(), 1.0)
-    assert sum(a * a for a in printed) / 8 < 0.04
-
-
-def test_course_late_advantages_are_exactly_zero():
-    advantages = group_advantages(course_rewards([7] * 8))
-    assert advantages.tolist() == [0.0] * 8
-
-
-def test_course_reward_statistics_are_misprinted():
-    rewards = [1.5, 0, 1.5, 0, 1, 1.5, 0.5, 1.5]
-    advantages = group_advantages(t64(rewards))
-    assert_near(advantages, [0.886796, -1.477994, 0.886796, -1.477994, 0.098533, 0.886796,
-                             -0.689730, 0.886796], 1e-6)
-    # Mean and std, read back from two advantages.
-    std = 1.5 / (advantages[0] - advantages[1]).item()
-    assert std == pytest.approx(0.634306, abs=1e-6)
-    assert -std * advantages[1].item() == pytest.approx(0.9375, abs=1e-12)
-    # Printed mean 0.875 would need a sum of 7.0; the eight rewards add up to 7.5.
-    assert sum(rewards) == 7.5 and 8 * 0.875 == 7.0
-    # Printed std 0.637 is neither division, by G or by G - 1.
-    sample_std = std * math.sqrt(8 / 7)
-    assert abs(std - 0.637) > 0.0005 and abs(sample_std - 0.637) > 0.0005
-    # Printed advantages sum to 0.41; eight roundings of half a cent hide 0.04.
-    printed = [0.82, -1.23, 0.82, -1.23, 0.12, 0.82, -0.53, 0.82]
-    assert sum(printed) == pytest.approx(0.41) and sum(printed) > 8 * 0.005
-    # Nor do they follow from the printed mean and std: (1.5 - 0.875) / 0.637 = 0.98.
-    assert abs((1.5 - 0.875) / 0.637 - 0.82) > 0.1
-
-
-def test_course_memory_table_and_its_contradiction():
-    table = [(24, 14), (80, 48), (160, 96), (640, 384)]
-    savings = [100 * (ppo - ours) / ppo for ppo, ours in table]
-    assert [round(s, 1) for s in savings] == [41.7, 40.0, 40.0, 40.0]
-    # The text says 30-40 % for the critic alone; no row of the table is below 40 %. One of
-    # four equal models is 25 %, so the table must leave the reward model out as well.
-    assert min(savings) >= 40.0 and max(savings) > 40.0
-    critic_only, critic_and_reward_model = 100 / 4, 100 * 2 / 4
-    assert critic_only < min(savings) and max(savings) < critic_and_reward_model
-
-
-def test_course_clip_interval():
-    ratios = t64([[0.5, 0.8, 1.0, 1.2, 1.5]])
-    zeros = torch.zeros_like(ratios)
-    # Good answer: worth at most 1.2 a token. Bad answer: costs at least 0.8 a token.
-    good = clipped_surrogate(ratios.log(), zeros, t64([1.0]), epsilon=0.2)
-    bad = clipped_surrogate(ratios.log(), zeros, t64([-1.0]), epsilon=0.2)
-    assert_near(good, [[0.5, 0.8, 1.0, 1.2, 1.2]])
-    assert_near(bad, [[-0.8, -0.8, -1.0, -1.2, -1.5]])
-
-
-def test_course_size_of_gsm8k_is_rounded():
-    train, test = 7_473, 1_319
-    assert train + test == 8_792 and round((train + test) / 1000, 1) != 8.5
-    # Why all 1,319 are used: half the width of a 95 % interval at 50 % correct.
-    assert 100 * 1.96 * math.sqrt(0.25 / test) == pytest.approx(2.7, abs=0.05)
-    assert 100 * 1.96 * math.sqrt(0.25 / 100) == pytest.approx(9.8, abs=0.05)
-
-
-# Where the documents' code departs from their own mathematics.
-
-def test_course_one_ratio_per_answer_hides_what_a_token_did():
-    # One token 1.5 times as likely, the other 1.5 times less: over the whole answer the
-    # ratio is 1 and nothing is clipped; per token the first one must be.
-    shift = math.log(1.5)
-    old = t64([[-1.0, -1.0]])
-    lp = t64([[-1.0 + shift, -1.0 - shift]])
-    mask, advantages = torch.ones(1, 2), t64([1.0])
-    grad = gradient(lambda x: grpo_loss(x, old, None, advantages, mask, beta=0.0)[0], lp)
-    assert_near(grad, [[0.0, -0.5 / 1.5]])
-    whole = (lp - old).sum().exp()
-    assert 0.8 < whole < 1.2
-
-
-def test_course_box_pattern_breaks_on_nested_braces_thousands_and_first_boxes():
-    pattern = r"\\boxed\{([^}]+)\}"
-    nested = "\\boxed{\\frac{1}{2}}"
-    assert re.search(pattern, nested).group(1) == "\\frac{1"
-    assert extract_boxed(nested) == "\\frac{1}{2}"
-    assert rule_reward(nested, "\\frac{1}{2}") == 1.5
-    with pytest.raises(ValueError):
-        float("1,000")
-    assert rule_reward("\\boxed{1,000}", "1000") == 1.5
-    # A correction comes last: the first box is the one the model took back.
-    second_thoughts = "\\boxed{50}? No: \\boxed{63}"
-    assert re.search(pattern, second_thoughts).group(1) == "50"
-    assert rule_reward(second_thoughts, "63") == 1.5
-    assert rule_reward(second_thoughts, "50") == 0.5
-
-
-def test_article_empty_completion_is_not_zero_by_zero():
-    lp, mask = torch.zeros(2, 3, dtype=F64), torch.ones(2, 3)
-    mask[0] = 0
-    article = (lp * mask).sum(1) / mask.sum(1)
-    assert article[0].isnan()
-    for loss_type in LOSS_TYPES:
-        loss, _ = grpo_loss(lp, lp, lp, t64([1.0, -1.0]), mask, loss_type=loss_type,
-                            max_completion_length=3)
-        # Only the second row speaks: mean over 2 rows, over 3 tokens, over 2 * 3 places.
-        assert_near(loss, {"grpo": 0.5, "dapo": 1.0, "dr_grpo": 0.5}[loss_type])
-
-
-def test_explainer_mask_by_pad_id_forgets_the_end_token():
-    # Where pad = eos, `ids != pad` drops the end token: its gradient is then exactly 0
-    # and nobody ever teaches the model to stop. The mask has to come from positions.
-    eos = pad = 9
-    ids = torch.tensor([[4, 5, eos, pad, pad]])
-    zeros = torch.zeros(1, 5, dtype=F64)
-    by_value = ids != pad
-    by_position = torch.arange(5)[None] <= 2
-
-    def grad(mask):
-        return gradient(lambda x: grpo_loss(x, zeros, None, t64([1.0]), mask, beta=0.0)[0], zeros)
-
-    assert grad(by_value)[0, 2] == 0.0
-    assert_near(grad(by_position), [[-1 / 3, -1 / 3, -1 / 3, 0, 0]])
-
-
-def test_course_sampling_and_scoring_temperatures_must_agree():
-    # Sampled at 0.8 and scored at 1, the "ratio" is off 1 before anything was learnt, and
-    # tokens look clipped that never moved.
-    logits = t64([3.0, 1.0, 0.0, -1.0, -2.0])
-    sampled = (logits / 0.8).log_softmax(-1)[None]
-    scored = logits.log_softmax(-1)[None]
-    advantages, mask = t64([-1.0]), torch.ones(1, 5)
-    _, mixed = grpo_loss(sampled, scored, None, advantages, mask, beta=0.0)
-    _, same = grpo_loss(sampled, sampled, None, advantages, mask, beta=0.0)
-    assert mixed["clip_fraction"] > 0.5 and same["clip_fraction"] == 0.0
-
-
-# --------------------------------------------------------------------------------------
-# Reward: extract_boxed and rule_reward
-# --------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("text, inside", [
-    ("", None),
-    ("63", None),
-    ("boxed{63}", None),
-    ("\\boxed", None),
-    ("\\boxed{", None),
-    ("\\boxed{63", None),
-    ("\\boxed63}", None),
-    ("\\boxed\\{63\\}", None),                       # escaped braces open nothing
-    ("\\boxed{63\\}", None),                         # ... and close nothing
-    ("\\boxed{}", ""),
-    ("\\boxed{ }", " "),
-    ("\\boxed{63}", "63"),
-    ("so \\boxed{63} eggs", "63"),
-    ("$$\\boxed{63}$$", "63"),
-    ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
-    ("\\boxed{{{a}}{b}}", "{{a}}{b}"),
-    ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),           # a set: its braces are characters
-    ("\\boxed{a \\} b}", "a \\} b"),
-    ("\\boxed{a \\{ b}", "a \\{ b"),
-    ("\\boxed{1} then \\boxed{2}", "2"),
-    ("\\boxed{1} then \\boxed{2", "1"),              # cut off: the last COMPLETE one counts
-    ("\\boxed{1} then \\boxed{", "1"),
-    ("\\boxed{1} then \\boxed{\\frac{2}{3}", "1"),
-    ("\\boxed{\\boxed{5}}", "5"),                    # opens last, though it closes first
-    ("\\boxed{1 + \\boxed{2} + 3}", "2"),
-    ("\\boxed{x = \\boxed{2}", "2"),                 # the outer one never closes
-    ("{\\boxed{5}", "5"),
-    ("} } \\boxed{5}", "5"),
-    ("\\boxed{5}}}}", "5"),
-    ("\\boxed{1}}} \\boxed{2}}", "2"),
-    ("\\boxed{\n63\n}", "\n63\n"),
-    ("\\boxed{\x00\x07}", "\x00\x07"),
-    ("\\boxed{\ud800}", "\ud800"),
-    ("\\boxed{6\\boxe{3}}", "6\\boxe{3}"),
-])
-def test_extract_boxed(text, inside):
-    assert extract_boxed(text) == inside
-
-
-@pytest.mark.parametrize("box, answer", [
-    ("63", "63"), ("63.0", "63"), ("63.00", "63"), ("63.", "63"), ("63", "63.0"),
-    (" 63 ", "63"), ("\t63\n", "63"), ("63", " 63\n"), ("0", "0.0"), ("007", "7"),
-    ("1,000", "1000"), ("1000", "1,000"), ("1,000", "1,000"), ("1{,}000", "1000"),
-    ("1{,}234{,}567", "1,234,567"), ("1,234,567.5", "1234567.5"), ("8,000", "8000"),
-    ("-1,000", "-1000"), ("1,000.", "1000"), ("999,999", "999999"),
-    ("$18", "18"), ("\\$18", "18"), ("$18", "$18.00"), ("$1,000.50", "1000.5"),
-    ("\\$1{,}000", "1,000"), ("$63$", "63"), ("$ 18", "18"), (" $18. ", "18"),
-    ("50%", "50"), ("50\\%", "50"), ("12.5%", "12.5"), ("50 %", "50"), ("50%.", "50"),
-    ("-5", "-5"), ("-5.0", "-5"), ("-$5", "-5"), ("-\\$5", "-5"), ("$-5", "-5"),
-    ("-0", "0"),
-    ("63.009", "63"), ("62.991", "63"), ("0.333", "0.3333"), ("0.009", "0"),
-    # Equal as strings, whatever they mean.
-    ("\\frac{1}{2}", "\\frac{1}{2}"), ("x+1", "x+1"), ("Monday", "Monday"), (",", ","),
-    ("1_000", "1_000"), ("\\{1,2\\}", "\\{1,2\\}"), ("12:30", "12:30"),
-    (" x+1 ", "x+1"), ("x+1", " x+1\n"),
-    ("\u0666\u0663", "\u0666\u0663"),
-])
-def test_rule_reward_right(box, answer):
-    assert rule_reward(f"The answer is \\boxed{{{box}}}.", answer) == 1.5
-
-
-@pytest.mark.parametrize("box, answer", [
-    ("50", "63"), ("63.02", "63"), ("63.011", "63"), ("62.98", "63"), ("0.01", "0"),
-    # Exactly 0.01 is not below 0.01, though 63.01 - 63 is in floating point.
-    ("63.01", "63"), ("5.01", "5"), ("4.99", "5"),
-    ("-63", "63"), ("5", "-5"), ("-$5", "5"), ("630", "63"), ("6", "63"),
-    # A comma is no place to cut a number in two, and none may be invented.
-    ("8,000", "000"), ("8,000", "8"), ("8,000", "0"), ("1,2,3", "123"), ("12,34", "1234"),
-    (",", ""), (",", "0"), (".", "0"), ("-", "0"), ("$", "0"), ("%", "0"), ("{,}", "0"),
-    ("63", ""), ("63", " "), ("63", ","),
-    # What Python's float() would take and no person writes.
-    ("1_000", "1000"), ("6_3", "63"), ("0x3f", "63"), ("nan", "NaN"), ("nan", "0"),
-    ("inf", "infinity"), ("inf", "1e999"), ("1e999", "2e999"), ("-1e999", "-inf"),
-    ("9" * 400, "9" * 401), ("1" + "0" * 400, "inf"),
-    ("1" + "0" * 308, "-1" + "0" * 308),               # the difference overflows
-    # ASCII digits only: Arabic-Indic, full-width, superscript, circled.
-    ("\u0666\u0663", "63"), ("\uff16\uff13", "63"), ("6\u00b3", "63"), ("\u2465", "6"),
-    ("63", "\u0666\u0663"), ("\uff16\uff13.0", "63"),
-    ("6 3", "63"), ("63 eggs", "63"), ("63x", "63"), ("6.3.0", "6.3"), ("--5", "5"),
-    ("63\x00", "63"), ("\ud800", "63"), ("63", "\ud800"), ("\\frac{1}{2}", "0.5"),
-])
-def test_rule_reward_boxed_but_wrong(box, answer):
-    assert rule_reward(f"The answer is \\boxed{{{box}}}.", answer) == 0.5
-
-
-@pytest.mark.parametrize("text", [
-    "", "63", "The answer is 63.", "#### 63", "boxed{63}", "\\boxed{63", "\\boxed\\{63\\}",
-    "\\boxed{}", "\\boxed{ }", "\\boxed{\n\t }", "\\boxed{63} \\boxed{}", "\ud800", "\x00",
-    "\\boxed{\\boxed{}}",
-])
-def test_rule_reward_without_a_filled_box(text):
+@pytest.mark.parametrize("text", NO_BOX + BLANK_BOX)
+def test_no_box_no_reward(text):
+    assert text in BLANK_BOX or extract_boxed(text) is None
     assert rule_reward(text, "63") == 0.0
-    assert rule_reward(text, "") == 0.0       # and nothing equals nothing earns nothing
+    assert rule_reward(text, "") == 0.0  # that nothing equals nothing earns nothing
 
 
-def test_rule_reward_returns_plain_floats():
-    for text in ("", "\\boxed{1}", "\\boxed{63}"):
-        assert type(rule_reward(text, "63")) is float
+@pytest.mark.parametrize("why", READ)
+def test_boxes_are_read_as_a_person_would(why):
+    for case in READ[why]:
+        box, answer = re.split(" is not | is ", case)
+        reward = rule_reward(f"The answer is \\boxed{{{box}}}.", answer)
+        assert reward == (0.5 if " is not " in case else 1.5), case
+        assert type(reward) is float
 
 
 def slow_extract_boxed(text):
-    """Quadratic and obvious: try every opening from the last to the first."""
-    opener = "\\boxed{"
-    for start in range(len(text) - 1, -1, -1):
-        if not text.startswith(opener, start):
+    """Quadratic and obvious: try every opening, from the last to the first."""
+    for start in reversed(range(len(text))):
+        if not text.startswith("\\boxed{", start):
             continue
-        depth, i = 1, start + len(opener)
+        begin = start + len("\\boxed{")
+        depth = 1
+        i = begin
         while i < len(text):
-            if text[i:i + 2] in ("\\{", "\\}"):
+            if text[i : i + 2] in ("\\{", "\\}"):
                 i += 2
                 continue
             depth += {"{": 1, "}": -1}.get(text[i], 0)
             if depth == 0:
-                return text[start + len(opener):i]
+                return text[begin:i]
             i += 1
     return None
 
 
-def test_extract_boxed_against_a_slow_reader_on_random_strings():
-    # No piece ends in a backslash, so every "\{" here is an escaped brace beyond doubt.
-    pieces = ["\\boxed{"] * 4 + ["}"] * 4 + ["{", "\\{", "\\}", "\\boxed", "boxed{",
-              "6", "3", "63", ",", "{,}", ".", "-", "$", "\\$", "%", "\\%", " ", "\n",
-              "\u0666", "\uff16", "\ud800", "\x00", "nan", "1e999", "_", "\\frac"]
-    rng = random.Random(0)
-    seen = []
+def test_reward_on_random_text():
+    """Against the slow reader; and whatever is written, a reward comes out."""
+    braces = ["\\boxed{", "}"] * 4 + ["{", "\\{", "\\}", "\\boxed"]
+    numbers = ["6", "63", ",", "{,}", ".", "-", "$", "\\$", "%", "e", "_", "nan", "1e999"]
+    others = [" ", "\n", "\x00", "\x1c", "\u3000", "\u0663", "\uff11", "\u00bd", "\ud800"]
+    draw = random.Random(0)
+    seen = {0.0: 0, 0.5: 0, 1.5: 0}
     for _ in range(3000):
-        text = "".join(rng.choices(pieces, k=rng.randrange(25)))
+        text = "".join(draw.choices(braces + numbers + others, k=draw.randrange(25)))
         inside = slow_extract_boxed(text)
-        assert extract_boxed(text) == inside, repr(text)
-        answer = rng.choice(["63", "6", "-3", "", " ", "nan", "\ud800"] + [inside or "3"] * 7)
-        reward = rule_reward(text, answer)
-        assert reward in (0.0, 0.5, 1.5), repr(text)
-        empty = inside is None or inside.strip(" \n") == ""
-        # "\x00" is a character, not a blank; only " " and "\n" are blanks in this alphabet.
-        assert (reward == 0.0) == empty, repr(text)
-        if not empty and inside == answer:
-            assert reward == 1.5, repr(text)
-        seen.append(reward)
-    # The alphabet is only worth something if all three rewards turn up often.
-    assert all(seen.count(value) > 100 for value in (0.0, 0.5, 1.5))
+        assert extract_boxed(text) == inside
+        reward = rule_reward(text, draw.choice(["63", "", "nan", inside or "3", text]))
+        blank = inside is None or inside.strip() == ""
+        assert (reward == 0.0) == blank
+        seen[reward] += 1
+    assert min(seen.values()) > 100  # else the texts show nothing
 
 
-def test_rule_reward_never_raises_on_random_characters():
-    rng = random.Random(1)
-    alphabet = ("0123456789.,-+eE_$%\\{} \t\n\x00\x0b\x1c\x85\xa0\u2028\u3000"
-                "\u0663\uff13\u00b2\u00bd\u2212\ud800\udfff\U0001d7d9naif\u0130")
-    for _ in range(3000):
-        inside = "".join(rng.choices(alphabet, k=rng.randrange(12)))
-        answer = "".join(rng.choices(alphabet, k=rng.randrange(12)))
-        for text in (inside, "\\boxed{" + inside + "}", "\\boxed{" + inside):
-            assert rule_reward(text, answer) in (0.0, 0.5, 1.5), repr((text, answer))
-            assert rule_reward(text, inside) in (0.0, 0.5, 1.5), repr((text, inside))
-
-
-@pytest.mark.parametrize("piece, boxed", [
-    ("\\boxed{", False), ("{", False), ("}", False), ("\\boxed{}", False), ("\\boxed", False),
-    ("\\boxed{1", False), ("\\", False), ("{", True), ("\\{", True), ("9", True), (" ", True),
-    ("0", True), (",", True), ("{,}", True), ("9,", True), (",000", True), ("$", True),
-    ("%", True), ("\\%", True), (".", True), ("-", True), (". ", True), ("\n", True),
-])
-def test_reward_takes_linear_time(piece, boxed):
-    # A linear reader needs tenths of a second of CPU time, a quadratic one minutes to
-    # hours. Growing sizes let the latter fail early instead of hanging the tests.
-    for size in (10_000, 30_000, 100_000, 300_000 if boxed else 1_000_000):
+@pytest.mark.parametrize("piece", ["\\boxed{", "\\boxed{}", "\\boxed", "{", "}", "\\", "\\{",
+                                   "9", "9,", ",000", "{,}", "$", "-", ".", ". ", " ", "\n", "1e9"])
+def test_hostile_text_takes_linear_time(piece):
+    # A linear reader needs tenths of a second. For a quadratic one each size takes ten times as
+    # long as the one before, so it fails soon, and the tests do not hang.
+    for size in (10_000, 30_000, 100_000, 300_000):
         body = piece * (size // len(piece))
-        # A digit on both sides keeps a strip() from making the middle disappear; an x at
-        # the end makes a pattern that nearly matched try again from every place.
-        bodies = [body, f"1{body}1", f"1{body}x"] if boxed else [body]
-        start = time.process_time()
-        for body in bodies:
-            assert rule_reward(f"\\boxed{{{body}}}" if boxed else body, "7") in (0.0, 0.5)
-            assert rule_reward("\\boxed{7}", body) == 0.5
-        assert time.process_time() - start < 3.0, f"{size} characters of {piece!r}"
-
-
-# --------------------------------------------------------------------------------------
-# group_advantages
-# --------------------------------------------------------------------------------------
-
-def slow_advantages(rewards, scale=True):
-    mean = math.fsum(rewards) / len(rewards)
-    std = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))
-    if std <= 1e-6 * max(abs(r) for r in rewards):
-        return [0.0] * len(rewards)
-    return [(r - mean) / (std if scale else 1.0) for r in rewards]
-
-
-@pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-11), (torch.float32, 2e-5)])
-@pytest.mark.parametrize("scale", [True, False])
-@pytest.mark.parametrize("shape", [(2,), (8,), (4, 5), (3, 2, 8), (1, 64)])
-def test_group_advantages_against_a_loop(shape, scale, dtype, tol):
-    generator = torch.Generator().manual_seed(sum(shape))
-    rewards = torch.randn(shape, dtype=dtype, generator=generator) * 3 + 1
-    got = group_advantages(rewards, scale_rewards=scale)
-    rows = rewards.reshape(-1, shape[-1]).tolist()
-    assert got.shape == rewards.shape
-    assert_near(got.reshape(-1, shape[-1]), [slow_advantages(r, scale) for r in rows], tol)
-
-
-def test_group_advantages_have_mean_zero_and_population_std_one():
-    generator = torch.Generator().manual_seed(3)
-    advantages = group_advantages(torch.rand(20, 8, dtype=F64, generator=generator))
-    assert_near(advantages.mean(-1), torch.zeros(20))
-    assert_near((advantages ** 2).mean(-1), torch.ones(20))
-    # The sample std would give 7/8 here.
-    assert abs(advantages.var(-1).mean() - 8 / 7) < 1e-12
-
-
-@pytest.mark.parametrize("scale", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("group", [
-    [0.0, 0.0, 0.0], [1.5] * 8, [0.1] * 3, [-0.7] * 7,
-    [0.1 + 0.2, 0.3, 0.3], [0.3, 0.1 + 0.2], [-(0.1 + 0.2), -0.3, -0.3],
-    [1e8 + 1, 1e8, 1e8], [0.1] * 1000,
-])
-def test_group_of_equal_rewards_is_exactly_zero(group, scale, dtype):
-    # Their float mean need not be exactly equal to them: noise over noise would be +-1.
-    advantages = group_advantages(torch.tensor(group, dtype=dtype), scale_rewards=scale)
-    assert advantages.tolist() == [0.0] * len(group)
-
-
-def test_small_rewards_are_not_taken_for_equal_ones():
-    # What counts is the spread RELATIVE to the rewards; an absolute threshold, or a
-    # constant added to the std, would drown rewards of this size.
-    rewards = t64([0.0, 1.0, 2.0, 0.5])
-    for factor in (1e-9, 1e-5, 1.0, 1e6):
-        assert_near(group_advantages(rewards * factor), group_advantages(rewards))
-    # A std of 2e-5 of the largest reward is above the threshold, one of 2e-7 below.
-    assert group_advantages(t64([1.0, 1.0 + 4e-5])).tolist() == pytest.approx([-1, 1])
-    assert group_advantages(t64([1.0, 1.0 + 4e-7])).tolist() == [0.0, 0.0]
-
-
-def test_groups_do_not_see_each_other():
-    generator = torch.Generator().manual_seed(5)
-    rewards = torch.randn(3, 4, dtype=F64, generator=generator)
-    rewards[1] = 0.25                         # a group without variance among the others
-    whole = group_advantages(rewards)
-    assert whole[1].tolist() == [0.0] * 4 and (whole[0] != 0).all()
-    for row in range(3):
-        assert_near(whole[row], group_advantages(rewards[row]))
-        # The order inside a group does not matter either.
-        assert_near(group_advantages(rewards[row].flip(0)).flip(0), whole[row])
-    changed = rewards.clone()
-    changed[0] *= 100
-    assert_near(group_advantages(changed)[2], whole[2])
-    # Nor does a neighbour with huge rewards make this group's look equal.
-    assert_near(group_advantages(t64([[0.0, 1e9], [0.0, 1.0]])), [[-1.0, 1.0]] * 2)
-
-
-def test_group_advantages_leave_their_input_alone():
-    rewards = t64([FIVE, FIVE])
-    group_advantages(rewards)
-    assert rewards.tolist() == [FIVE, FIVE]
-
-
-@pytest.mark.parametrize("scale", [True, False])
-@pytest.mark.parametrize("rewards, said", [
-    ([1.0], "1"), ([[1.0], [0.5]], "1"), ([[], []], "0"),
-    ([0.5, float("nan")], "nan"), ([[0.5, 1.0], [float("inf"), 1.0]], "inf"),
-    ([0.5, float("-inf"), 1.0], "-inf"),
-])
-def test_group_advantages_refuse(rewards, said, scale):
-    with pytest.raises(ValueError) as error:
-        group_advantages(t64(rewards), scale_rewards=scale)
-    assert said in str(error.value)
-
-
-# --------------------------------------------------------------------------------------
-# clipped_surrogate, k3_kl and masked_mean against loops
-# --------------------------------------------------------------------------------------
-
-def slow_surrogate(lp, old, advantage, epsilon, epsilon_high):
-    """One token: the value of min(rA, clip(r)A) and its derivative by the log-prob."""
-    ratio = math.exp(lp - old)
-    clipped = min(max(ratio, 1 - epsilon), 1 + epsilon_high)
-    if ratio * advantage <= clipped * advantage:
-        return ratio * advantage, ratio * advantage      # d exp(lp - old) / d lp = ratio
-    return clipped * advantage, 0.0
-
-
-def slow_k3(lp, ref):
-    ratio = math.exp(ref - lp)
-    return ratio - (ref - lp) - 1, 1 - ratio
-
-
-def random_batch(seed, rows=6, width=7, spread=0.4):
-    """Ragged masks (one row empty), ratios on both sides of the clip, both signs of A."""
-    generator = torch.Generator().manual_seed(seed)
-    old = -3 * torch.rand(rows, width, dtype=F64, generator=generator)
-    lp = old + spread * torch.randn(rows, width, dtype=F64, generator=generator)
-    ref = lp + torch.randn(rows, width, dtype=F64, generator=generator)
-    advantages = torch.randn(rows, dtype=F64, generator=generator)
-    advantages[0], advantages[1] = 1.3, -0.9
-    lengths = torch.tensor([width, width - 2, 0, 1, 3, 5, 2, 4][:rows])
-    mask = torch.arange(width)[None] < lengths[:, None]
-    return lp, old, ref, advantages, mask
-
-
-@pytest.mark.parametrize("epsilon, epsilon_high", [(0.2, None), (0.2, 0.28), (0.1, 0.5),
-                                                   (0.3, 0.0), (1.0, 0.2), (1.5, 0.2)])
-def test_clipped_surrogate_against_a_loop(epsilon, epsilon_high):
-    lp, old, _, advantages, _ = random_batch(seed=21, rows=8, width=50, spread=0.7)
-    high = epsilon if epsilon_high is None else epsilon_high
-    got = clipped_surrogate(lp, old, advantages, epsilon, epsilon_high)
-    grad = gradient(lambda x: clipped_surrogate(x, old, advantages, epsilon, epsilon_high).sum(),
-                    lp)
-    expected = [[slow_surrogate(lp[i, t].item(), old[i, t].item(), advantages[i].item(),
-                                epsilon, high) for t in range(50)] for i in range(8)]
-    expected = t64(expected)
-    assert_near(got, expected[..., 0])
-    assert_near(grad, expected[..., 1])
-    # Otherwise the case tests nothing: both outcomes of the clip must occur.
-    assert (expected[..., 1] == 0).any() and (expected[..., 1] != 0).any()
-
-
-def test_clip_takes_the_gradient_in_two_of_four_corners():
-    # With max for min, or the advantage's sign forgotten, the other two corners die.
-    for ratio in (0.3, 0.79, 0.81, 1.0, 1.19, 1.21, 1.27, 1.29, 3.0):
-        for advantage in (1.5, -1.5, 0.0):
-            grad = gradient(lambda x: clipped_surrogate(
-                x, t64([[-2.0]]), t64([advantage]), 0.2, 0.28).sum(),
-                t64([[-2.0 + math.log(ratio)]])).item()
-            gone = ratio > 1.28 and advantage > 0 or ratio < 0.8 and advantage < 0
-            expected = 0.0 if gone else ratio * advantage
-            assert grad == pytest.approx(expected, rel=1e-12, abs=0.0), (ratio, advantage)
-
-
-def test_epsilon_of_one_or_more_leaves_no_lower_bound():
-    # 1 - epsilon is then 0 or negative; a ratio never is. Nothing to clip from below,
-    # and no logarithm of a negative number either.
-    lp, old = t64([[-9.0, -2.5]]), t64([[-1.0, -2.0]])
-    for epsilon in (1.0, 1.5, 10.0):
-        for dtype in (torch.float32, torch.float64):
-            args = lp.to(dtype), old.to(dtype), torch.tensor([-2.0], dtype=dtype)
-            got = clipped_surrogate(*args, epsilon, 0.2)
-            grad = gradient(lambda x: clipped_surrogate(x, *args[1:], epsilon, 0.2).sum(),
-                            args[0])
-            assert_near(got, [[-2 * math.exp(-8), -2 * math.exp(-0.5)]], 1e-6)
-            assert_near(grad, got.to(F64), 1e-6)
-
-
-def test_advantages_go_by_row_in_a_square_batch():
-    # With N = T an (N,) tensor also broadcasts along the wrong dimension, silently.
-    zeros = torch.zeros(3, 3, dtype=F64)
-    got = clipped_surrogate(zeros, zeros, t64([1.0, 2.0, -3.0]))
-    assert_near(got, [[1.0] * 3, [2.0] * 3, [-3.0] * 3])
-
-
-def test_on_policy_surrogate_is_the_policy_gradient():
-    # Summed over the whole vocabulary, the gradient of the surrogate at ratio 1 is the
-    # gradient of the expected reward: the reason for the ratio in the first place.
-    logits, rewards = far_policies()[0].log(), t64([1.5, 0.0, 0.5, 1.5, 0.0])
-    weights = logits.softmax(-1)
-
-    def surrogate(x):
-        lp = x.log_softmax(-1)[:, None]
-        return (weights * clipped_surrogate(lp, lp.detach(), rewards)[:, 0]).sum()
-
-    expected = gradient(lambda x: (x.softmax(-1) * rewards).sum(), logits)
-    assert_near(gradient(surrogate, logits), expected)
-    assert expected.abs().max() > 0.1
-
-
-def test_k3_against_a_loop():
-    lp, _, ref, _, _ = random_batch(seed=22, rows=8, width=20)
-    expected = t64([[slow_k3(a, b) for a, b in zip(x, y)]
-                    for x, y in zip(lp.tolist(), ref.tolist())])
-    assert_near(k3_kl(lp, ref), expected[..., 0])
-    assert_near(gradient(lambda x: k3_kl(x, ref).sum(), lp), expected[..., 1])
-    # In float32 too; close policies are where e^d - d - 1 loses digits.
-    assert_near(k3_kl(lp.float(), ref.float()), expected[..., 0], 1e-5)
-
-
-@pytest.mark.parametrize("gap", [0.0, 1.0, 20.0, 89.0, 100.0, 1000.0, 1e30, 3e38])
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_surrogate_and_k3_stay_finite(gap, sign, dtype):
-    # exp overflows to inf, and even where min() discards that branch the backward pass
-    # multiplies inf by 0. At 3e38 the difference of the two overflows (in float32).
-    lp = torch.full((2, 1), sign * gap / 2, dtype=dtype)
-    other = torch.full((2, 1), -sign * gap / 2, dtype=dtype)
-    if gap == 3e38:
-        lp, other = 2 * lp, 2 * other
-    advantages = torch.tensor([1.5, -1.5], dtype=dtype)
-    for function in (lambda x: clipped_surrogate(x, other, advantages),
-                     lambda x: k3_kl(x, other)):
-        value = function(lp)
-        assert value.isfinite().all()
-        assert gradient(lambda x: function(x).sum(), lp).isfinite().all()
-
-
-def test_saturated_tokens_keep_their_meaning():
-    # Finite is not enough: at a log-ratio of 100 the clipped side is worth exactly what
-    # the clip says, and the unclipped side stays enormous instead of turning harmless.
-    old = torch.zeros(4, 1)
-    lp = torch.tensor([[100.0], [100.0], [-100.0], [-100.0]])
-    advantages = torch.tensor([2.0, -2.0, 2.0, -2.0])
-    value = clipped_surrogate(lp, old, advantages, 0.2, 0.28)
-    assert value[0].item() == pytest.approx(2.56) and value[3].item() == pytest.approx(-1.6)
-    assert value[1].item() < -1e4 and 0 <= value[2].item() < 1e-15
-    grad = gradient(lambda x: clipped_surrogate(x, old, advantages, 0.2, 0.28).sum(), lp)
-    assert grad[0].item() == 0.0 and grad[3].item() == 0.0
-    # k3 of a token that the reference finds e^100 times as likely is enormous too.
-    assert k3_kl(torch.zeros(1, 1), torch.full((1, 1), 100.0)).item() > 1e4
-
-
-@pytest.mark.parametrize("gap", [30.0, 60.0, 100.0, 1000.0])
-def test_k3_where_the_policy_is_far_likelier_than_the_reference(gap):
-    # e^-gap + gap - 1: nothing overflows on this side, so nothing may be cut off. With the
-    # log-ratio clamped from below the token furthest from the reference feels no pull.
-    ref = torch.full((1, 1), -gap)
-    assert k3_kl(torch.zeros(1, 1), ref).item() == pytest.approx(gap - 1)
-    grad = gradient(lambda x: k3_kl(x, ref).sum(), torch.zeros(1, 1))
-    assert grad.item() == pytest.approx(1.0)
-
-
-def mask_as(mask, kind):
-    return mask.to({"bool": torch.bool, "int": torch.int64, "float": torch.float32}[kind])
-
-
-@pytest.mark.parametrize("kind", ["bool", "int", "float"])
-@pytest.mark.parametrize("dim", [None, 0, 1, -1])
-def test_masked_mean_against_a_loop(kind, dim):
-    values, _, _, _, mask = random_batch(seed=23)
-    dirty = torch.where(mask, values, torch.full_like(values, float("nan")))
-    dirty[2, 0], dirty[2, 1] = float("inf"), float("-inf")      # row 2 is the empty one
-    rows, width = mask.shape
-    places = [(i, t) for i in range(rows) for t in range(width) if mask[i, t]]
-
-    def group(i, t):
-        return {None: 0, 0: t, 1: i, -1: i}[dim]
-
-    size = {None: 1, 0: width, 1: rows, -1: rows}[dim]
-    counts = [sum(group(*p) == g for p in places) for g in range(size)]
-    sums = [math.fsum(values[p].item() for p in places if group(*p) == g) for g in range(size)]
-    expected = t64([s / c if c else 0.0 for s, c in zip(sums, counts)])
-    got = masked_mean(dirty, mask_as(mask, kind), dim)
-    assert_near(got, expected[0] if dim is None else expected)
-
-    # Weights that differ from group to group, or a gradient in the wrong group passes.
-    weights = torch.arange(1, size + 1, dtype=F64)
-    grad = gradient(lambda v: (masked_mean(v, mask_as(mask, kind), dim) * weights).sum(), dirty)
-    slow = torch.zeros_like(values)
-    for p in places:
-        slow[p] = weights[group(*p)] / counts[group(*p)]
-    assert_near(grad, slow)
-
-
-@pytest.mark.parametrize("kind", ["bool", "int", "float"])
-@pytest.mark.parametrize("fill", [1.0, float("nan"), float("inf"), float("-inf")])
-def test_masked_mean_of_nothing_is_zero(fill, kind):
-    values, mask = torch.full((2, 3), fill), mask_as(torch.zeros(2, 3), kind)
-    assert masked_mean(values, mask).item() == 0.0
-    assert masked_mean(values, mask, dim=1).tolist() == [0.0, 0.0]
-    assert masked_mean(values, mask, dim=0).tolist() == [0.0, 0.0, 0.0]
-    assert gradient(lambda v: masked_mean(v, mask), values).tolist() == [[0.0] * 3] * 2
-    assert gradient(lambda v: masked_mean(v, mask, dim=1).sum(), values).abs().max() == 0
-
-
-def test_masked_mean_does_not_hide_a_nan_in_front_of_the_mask():
-    # Swallowing it would hide a broken model: only what is masked may disappear.
-    values = torch.tensor([[1.0, float("nan"), 3.0]])
-    assert masked_mean(values, torch.tensor([[1, 1, 0]])).isnan()
-    assert masked_mean(values, torch.tensor([[1, 0, 1]])).item() == 2.0
-
-
-# --------------------------------------------------------------------------------------
-# grpo_loss against a loop
-# --------------------------------------------------------------------------------------
-
-def loop_loss(lp, old, ref, advantages, mask, *, epsilon=0.2, epsilon_high=None, beta=0.04,
-              loss_type="grpo", max_completion_length=None):
-    """Plain Python floats, token by token: the loss and its gradient by the log-probs."""
-    rows, width = mask.shape
-    high = epsilon if epsilon_high is None else epsilon_high
-    total = int(mask.sum())
-    loss, grad = 0.0, [[0.0] * width for _ in range(rows)]
-    for i in range(rows):
-        length = int(mask[i].sum())
-        for t in range(width):
-            if not mask[i, t]:
-                continue
-            weight = {"grpo": 1 / (rows * length), "dapo": 1 / total,
-                      "dr_grpo": 1 / (rows * (max_completion_length or 1))}[loss_type]
-            x = lp[i, t].item()
-            value, slope = slow_surrogate(x, old[i, t].item(), advantages[i].item(),
-                                          epsilon, high)
-            value, slope = -value, -slope
-            if beta:
-                kl, kl_slope = slow_k3(x, ref[i, t].item())
-                value, slope = value + beta * kl, slope + beta * kl_slope
-            loss += weight * value
-            grad[i][t] = weight * slope
-    return loss, t64(grad)
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("beta", [0.0, 0.04, 1.0])
-@pytest.mark.parametrize("epsilon, epsilon_high", [(0.2, None), (0.2, 0.28), (0.4, 0.05)])
-def test_grpo_loss_against_a_loop(loss_type, beta, epsilon, epsilon_high):
-    for seed in range(4):
-        lp, old, ref, advantages, mask = random_batch(seed)
-        settings = dict(epsilon=epsilon, epsilon_high=epsilon_high, beta=beta,
-                        loss_type=loss_type, max_completion_length=11)
-        expected, expected_grad = loop_loss(lp, old, ref, advantages, mask, **settings)
-        loss, _ = grpo_loss(lp, old, ref, advantages, mask, **settings)
-        assert loss.shape == ()
-        assert_near(loss, expected)
-        grad = gradient(lambda x: grpo_loss(x, old, ref, advantages, mask, **settings)[0], lp)
-        assert_near(grad, expected_grad)
-        # float32, as in training.
-        single = [x.float() for x in (lp, old, ref, advantages)]
-        assert_near(grpo_loss(*single, mask, **settings)[0], expected, 2e-6)
-        if beta == 0:
-            # No reference is needed, and a given one must not matter.
-            assert grpo_loss(lp, old, None, advantages, mask, **settings)[0] == loss
-
-
-def test_grpo_loss_defaults_are_the_documents():
-    lp, old, ref, advantages, mask = random_batch(31)
-    assert_near(grpo_loss(lp, old, ref, advantages, mask)[0],
-                loop_loss(lp, old, ref, advantages, mask, epsilon=0.2, epsilon_high=0.2,
-                          beta=0.04, loss_type="grpo")[0])
-    # The defaults must be visible in the value, or the line above shows nothing.
-    for other in (dict(epsilon=0.3), dict(beta=0.05), dict(loss_type="dapo")):
-        assert abs(loop_loss(lp, old, ref, advantages, mask, **other)[0]
-                   - loop_loss(lp, old, ref, advantages, mask)[0]) > 1e-4
-
-
-def test_gradcheck_where_the_functions_are_smooth():
-    lp, old, ref, advantages, mask = random_batch(32, rows=4, width=3)
-    ratio = (lp - old).exp()
-    # Finite differences need distance from the kinks at the bounds of the clip.
-    assert ((ratio - 0.8).abs() > 1e-3).all() and ((ratio - 1.28).abs() > 1e-3).all()
-    lp.requires_grad_()
-    check = torch.autograd.gradcheck
-    assert check(lambda x: clipped_surrogate(x, old, advantages, 0.2, 0.28), (lp,))
-    assert check(lambda x: k3_kl(x, ref), (lp,))
-    for dim in (None, 0, 1):
-        assert check(lambda x: masked_mean(x, mask, dim), (lp,))
-    for loss_type in LOSS_TYPES:
-        assert check(lambda x: grpo_loss(
-            x, old, ref, advantages, mask, epsilon_high=0.28, beta=0.3, loss_type=loss_type,
-            max_completion_length=5)[0], (lp,))
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("gap", [100.0, -100.0, 1000.0, -1000.0])
-def test_grpo_loss_is_finite_at_huge_log_ratios_in_float32(gap, loss_type):
-    # One wild token among ordinary ones: their gradient must come through unharmed.
-    lp, old, ref, advantages, mask = (x.float() if x.is_floating_point() else x
-                                      for x in random_batch(33))
-    settings = dict(loss_type=loss_type, max_completion_length=7, beta=0.04)
-    for row in (0, 1):                        # A > 0 in row 0, A < 0 in row 1
-        for wild in ("old", "ref"):
-            o, r = old.clone(), ref.clone()
-            (o if wild == "old" else r)[row, 1] = lp[row, 1] - gap
-            loss, metrics = grpo_loss(lp, o, r, advantages, mask, **settings)
-            assert loss.isfinite() and all(map(math.isfinite, metrics.values()))
-            grad = gradient(lambda x: grpo_loss(x, o, r, advantages, mask, **settings)[0], lp)
-            assert grad.isfinite().all()
-            calm = gradient(lambda x: grpo_loss(x, old, ref, advantages, mask, **settings)[0],
-                            lp)
-            elsewhere = torch.ones_like(mask)
-            elsewhere[row, 1] = False
-            assert torch.equal(grad[elsewhere], calm[elsewhere])
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("dirt", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("where", ["logprobs", "old", "ref", "advantages", "all"])
-def test_nothing_behind_the_mask_gets_out(where, dirt, loss_type):
-    # Masking the result keeps the value clean and leaves a NaN in the gradient, which
-    # comes back through exp: the inputs have to be masked.
-    clean = random_batch(34)
-    mask = clean[4]
-    dirty = [x.clone() for x in clean]
-    for index, name in enumerate(["logprobs", "old", "ref"]):
-        if where in (name, "all"):
-            dirty[index][~mask] = dirt
-    if where in ("advantages", "all"):
-        dirty[3][~mask.any(1)] = dirt         # the row that holds no token at all
-    settings = dict(loss_type=loss_type, max_completion_length=7, beta=0.3)
-
-    def run(batch):
-        lp = batch[0].clone().requires_grad_()
-        loss, metrics = grpo_loss(lp, *batch[1:], **settings)
-        return loss.detach(), torch.autograd.grad(loss, lp)[0], metrics
-
-    (loss, grad, metrics), (loss2, grad2, metrics2) = run(clean), run(dirty)
-    assert loss2.isfinite() and torch.equal(loss, loss2)
-    assert torch.equal(grad, grad2)
-    assert (grad2[~mask] == 0).all() and (grad2[mask] != 0).any()
-    assert metrics2 == metrics and all(map(math.isfinite, metrics2.values()))
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_a_batch_without_any_token_is_zero_and_teaches_nothing(loss_type):
-    lp = torch.full((2, 3), float("nan"))
-    mask = torch.zeros(2, 3, dtype=torch.bool)
-    leaf = lp.clone().requires_grad_()
-    loss, metrics = grpo_loss(leaf, lp, lp, torch.ones(2), mask, loss_type=loss_type,
-                              max_completion_length=3)
-    assert loss.item() == 0.0 and all(map(math.isfinite, metrics.values()))
-    assert torch.autograd.grad(loss, leaf)[0].tolist() == [[0.0] * 3] * 2
-
-
-@pytest.mark.parametrize("kind", ["int", "float"])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_grpo_loss_takes_any_kind_of_mask(loss_type, kind):
-    *batch, mask = random_batch(35)
-    settings = dict(loss_type=loss_type, max_completion_length=7)
-    loss, metrics = grpo_loss(*batch, mask, **settings)
-    again, metrics2 = grpo_loss(*batch, mask_as(mask, kind), **settings)
-    assert_near(again, loss)
-    assert metrics == pytest.approx(metrics2)
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_grpo_loss_leaves_its_arguments_alone(loss_type):
-    # A mask or log-probs changed in place through a view would poison the next step.
-    batch = random_batch(36)
-    copies = [x.clone() for x in batch]
-    grpo_loss(*batch, loss_type=loss_type, max_completion_length=7)
-    assert all(torch.equal(x, y) for x, y in zip(batch, copies))
-
-
-@pytest.mark.parametrize("change, said", [
-    (dict(old=(2, 6)), "2, 6"),
-    (dict(old=(1, 5)), "1, 5"),                        # would broadcast silently
-    (dict(ref=(3, 5)), "3, 5"),
-    (dict(ref=(2, 1)), "2, 1"),                        # so would this
-    (dict(mask=(4, 5)), "4, 5"),
-    (dict(mask=(5,)), r"\(5,\)|\[5\]"),                # and this
-    (dict(advantages=(7,)), r"\(7,\)|\[7\]"),
-    (dict(advantages=(5,)), r"\(5,\)|\[5\]"),
-    (dict(advantages=(2, 1)), "2, 1"),
-    (dict(advantages=(2, 5)), "2, 5"),
-])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_grpo_loss_refuses_wrong_shapes(change, said, loss_type):
-    shapes = dict(lp=(2, 5), old=(2, 5), ref=(2, 5), advantages=(2,), mask=(2, 5)) | change
-    arguments = [torch.zeros(shape) for shape in shapes.values()]
+        started = time.process_time()
+        # A digit on either side keeps strip() away from the middle. An x at the end makes a
+        # pattern that nearly matched try again from every place.
+        for text in (body, f"1{body}1", f"1{body}x"):
+            assert rule_reward(text, "7") in (0.0, 0.5)
+            assert rule_reward(f"\\boxed{{{text}}}", "7") in (0.0, 0.5)
+            assert rule_reward(r"\boxed{7}", text) == 0.5
+        assert time.process_time() - started < 3.0
+
+
+# ------------------------------------------------------------------------------------------------
+# 3. Advantages
+# ------------------------------------------------------------------------------------------------
+
+GROUPS = {  # rewards, advantages
+    "the apples": ([1.5, 1.5, 0.5, 0.5], [1.0, 1.0, -1.0, -1.0]),
+    "small is not equal": ([0.0, 1e-9], [-1.0, 1.0]),
+    "just not equal": ([1.0, 1.0 + 2.6e-6], [-1.0, 1.0]),
+    # Equal rewards, though their mean may differ in the last digit: exactly 0.
+    "0.1 three times": ([0.1] * 3, [0.0] * 3),
+    "0.3, one of them a sum": ([0.1 + 0.2, 0.3, 0.3], [0.0] * 3),
+    "negative and equal": ([-0.7] * 7, [0.0] * 7),
+    "zeros": ([0.0] * 3, [0.0] * 3),
+    "large and equal": ([1e8 + 1, 1e8, 1e8], [0.0] * 3),
+    "just equal": ([1.0, 1.0 + 4e-7], [0.0] * 2),
+}
+NO_GROUPS = {  # rewards, what the message must show
+    "one answer": ([1.0], "1"),
+    "groups of one": ([[1.0], [0.5]], "0.5"),
+    "empty groups": ([[], []], "2"),
+    "one number": (2.0, "2"),
+    "NaN": ([0.5, math.nan], "nan"),
+    "inf": ([[0.5, 1.0], [math.inf, 1.0]], "inf"),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_advantages(name):
+    rewards, right = GROUPS[name]
+    rewards = t64(rewards)
+    near(group_advantages(rewards), right, 1e-6)
+    near(group_advantages(rewards.float()), right, 2e-2)
+    centered = group_advantages(rewards, scale_rewards=False)
+    if any(right):
+        near(centered, rewards - rewards.mean())
+    else:
+        assert (centered == 0).all() and (group_advantages(rewards) == 0).all()
+    # Beside other groups and in any shape it is the same, and the rewards are left alone.
+    block = torch.stack([rewards, torch.arange(len(rewards)), 1000 * rewards]).view(3, 1, -1)
+    before = block.clone()
+    near(group_advantages(block)[0, 0], right, 1e-6)
+    assert torch.equal(block, before)
+
+
+@pytest.mark.parametrize("name", NO_GROUPS)
+def test_advantages_refuse(name):
+    rewards, said = NO_GROUPS[name]
     with pytest.raises(ValueError, match=said):
-        grpo_loss(*arguments, loss_type=loss_type, max_completion_length=5)
+        group_advantages(t64(rewards))
 
 
-def test_grpo_loss_refuses_impossible_settings():
-    lp, advantages, mask = torch.zeros(2, 3), torch.ones(2), torch.ones(2, 3)
-    with pytest.raises(ValueError, match="bnpo") as error:
-        grpo_loss(lp, lp, lp, advantages, mask, loss_type="bnpo")
-    assert all(name in str(error.value) for name in LOSS_TYPES)     # what IS possible
-    with pytest.raises(ValueError, match="0.07") as error:
-        grpo_loss(lp, lp, None, advantages, mask, beta=0.07)
-    assert "ref_logprobs" in str(error.value)
-    with pytest.raises(ValueError, match="max_completion_length"):
-        grpo_loss(lp, lp, lp, advantages, mask, loss_type="dr_grpo")
-    # Each of the three is fine as soon as the missing piece is there.
-    grpo_loss(lp, lp, None, advantages, mask, beta=0.0)
-    grpo_loss(lp, lp, lp, advantages, mask, loss_type="dr_grpo", max_completion_length=3)
-    grpo_loss(lp, lp, lp, advantages, mask, loss_type="dapo")
+REWARDS = t64([[1.5, 0.5, 0.0, 0.5], [0.3, 0.3, 0.3, 0.1 + 0.2], [2.0, -1.0, 0.25, 1.0]])
+CENTERED = REWARDS - REWARDS.mean(dim=1, keepdim=True)
+OTHERS = (REWARDS.sum(dim=1, keepdim=True) - REWARDS) / 3  # the mean of the other three
+SCALES = {
+    "group": CENTERED / REWARDS.std(dim=1, correction=0, keepdim=True),
+    "none": CENTERED,
+    "rloo": REWARDS - OTHERS,
+    "batch": CENTERED / REWARDS.std(correction=0),
+}
 
 
-# --------------------------------------------------------------------------------------
-# metrics of the loss
-# --------------------------------------------------------------------------------------
-
-def test_metrics_are_plain_finite_floats():
-    lp, old, ref, advantages, mask = random_batch(41)
-    for reference, beta in ((ref, 0.04), (None, 0.0)):
-        _, metrics = grpo_loss(lp.requires_grad_(), old, reference, advantages, mask, beta=beta)
-        assert metrics
-        for name, value in metrics.items():
-            assert type(value) is float and math.isfinite(value), name
+@pytest.mark.parametrize("scale", SCALES)
+def test_scales_of_advantages(scale):
+    advantages = group_scale(REWARDS, scale)
+    near(advantages[[0, 2]], SCALES[scale][[0, 2]])
+    assert (advantages[1] == 0).all()  # the group of equal rewards
+    assert (group_scale(torch.full((3, 4), 0.5), scale) == 0).all()
+    near(SCALES["rloo"], SCALES["none"] * 4 / 3)  # RLOO is Dr. GRPO times a constant
 
 
-def test_clip_fraction_counts_only_where_the_gradient_went():
-    ratios = t64([[1.5, 0.5, 1.25, 1.0], [1.5, 0.5, 1.25, 1.0], [1.5, 0.5, 1.25, 1.0]])
-    old, mask = torch.zeros_like(ratios), torch.ones(3, 4, dtype=torch.bool)
-    advantages = t64([1.0, -1.0, 0.0])
-
-    def fraction(mask, high=0.28):
-        return grpo_loss(ratios.log(), old, None, advantages, mask, epsilon=0.2,
-                         epsilon_high=high, beta=0.0)[1]["clip_fraction"]
-
-    # Of the four corners two count: (1.5, A > 0) and (0.5, A < 0). Nothing where A = 0:
-    # there was no gradient to take away.
-    assert fraction(mask) == pytest.approx(2 / 12)
-    assert fraction(mask, high=0.2) == pytest.approx(3 / 12)     # 1.25 > 1.2 as well
-    for row, column, counts in [(0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 1)]:
-        alone = torch.zeros_like(mask)
-        alone[row, column] = True
-        assert fraction(alone) == counts
+def test_overlong_penalty():
+    """DAPO's equation 13 with a cap of 20 tokens and a buffer of 8."""
+    lengths = torch.tensor([1, 12, 13, 16, 19, 20, 23])
+    near(overlong_penalty(lengths, 20, 8), [0.0, 0.0, -1 / 8, -4 / 8, -7 / 8, -1.0, -1.0])
 
 
-def test_clip_fraction_is_the_share_of_dead_gradients():
-    lp, old, _, advantages, mask = random_batch(42, rows=8, width=40, spread=0.6)
-    mask = torch.arange(40)[None] < torch.tensor([40, 31, 0, 7, 22, 40, 15, 9])[:, None]
+# ------------------------------------------------------------------------------------------------
+# 4. Ratio and clip, the KL estimators, the masked mean: values and gradients
+# ------------------------------------------------------------------------------------------------
 
-    def loss(x):
-        return grpo_loss(x, old, None, advantages, mask, epsilon_high=0.28, beta=0.0)
-
-    dead = (gradient(lambda x: loss(x)[0], lp)[mask] == 0).double().mean().item()
-    assert 0.05 < dead < 0.95
-    assert loss(lp)[1]["clip_fraction"] == pytest.approx(dead)
-
-
-def test_ratio_max_is_taken_over_the_tokens():
-    lp, old, _, advantages, mask = random_batch(44)
-    lp[~mask] = old[~mask] + 5                # a huge ratio where no token is
-    _, metrics = grpo_loss(lp, old, None, advantages, mask, beta=0.0)
-    assert metrics["ratio_max"] == pytest.approx((lp - old).exp()[mask].max().item())
-    assert metrics["ratio_max"] < math.exp(5) / 10
-
-
-def test_kl_metric_is_the_mean_over_tokens_before_beta():
-    # All rows equally long, so that the mean over tokens is the mean over rows too.
-    lp, old, ref, advantages, _ = random_batch(43)
-    mask = (torch.arange(7) < 4).expand(6, 7)
-    kl = sum(slow_k3(lp[i, t].item(), ref[i, t].item())[0] for i in range(6) for t in range(4))
-    for beta in (0.04, 2.0):
-        _, metrics = grpo_loss(lp, old, ref, advantages, mask, beta=beta)
-        assert metrics["kl"] == pytest.approx(kl / 24, rel=1e-6)
-
-
-# --------------------------------------------------------------------------------------
-# Exact sums over a vocabulary of five
-# --------------------------------------------------------------------------------------
-
-def expected_gradient(logits, loss_of_token):
-    """E over x ~ policy of the gradient of loss(x): what on-policy sampling averages to.
-    The sampling weights are held fixed, as the sampler's are."""
-    weights = logits.softmax(-1)
-    return gradient(lambda x: (weights * loss_of_token(x.log_softmax(-1))).sum(), logits)
+CLIP = {  # ratio, advantage, epsilon, epsilon_high; value, gradient by the log-probability
+    "article, clip out of reach": (1.3, 2.0, 0.5, None, 2.6, 2.6),
+    "good, much likelier": (1.5, 1.0, 0.2, None, 1.2, 0.0),
+    "good, rarer": (0.5, 1.0, 0.2, None, 0.5, 0.5),
+    "bad, much likelier": (1.5, -1.0, 0.2, None, -1.5, -1.5),
+    "bad, rarer": (0.5, -1.0, 0.2, None, -0.8, 0.0),
+    "average answer": (1.5, 0.0, 0.2, None, 0.0, 0.0),
+    "within the higher bound": (1.25, 1.0, 0.2, 0.28, 1.25, 1.25),
+    "above the higher bound": (1.35, 1.0, 0.2, 0.28, 1.28, 0.0),
+    "below the lower bound": (0.7, -1.0, 0.2, 0.28, -0.8, 0.0),
+    "epsilon 1.5 is no lower bound": (0.01, -2.0, 1.5, 0.2, -0.02, -0.02),
+    "e^20, not clipped": (math.exp(20), -2.0, 0.2, 0.28, -2 * math.exp(20), -2 * math.exp(20)),
+    "e^100, clipped": (math.exp(100), 2.0, 0.2, 0.28, 2.56, 0.0),
+    "e^-100, clipped": (math.exp(-100), -2.0, 0.2, 0.28, -1.6, 0.0),
+}
+KL = {  # estimator, log(pi_theta / pi_ref); value, gradient by log pi_theta
+    "k3, half as likely": ("low_var_kl", -math.log(2), 1 - math.log(2), -1.0),
+    "k3, twice as likely": ("low_var_kl", math.log(2), math.log(2) - 0.5, 0.5),
+    "k3, nearly equal": ("low_var_kl", 1e-6, 5e-13, 1e-6),
+    "k3 is not cut off at 30": ("low_var_kl", -30.0, math.exp(30) - 31, 1 - math.exp(30)),
+    "k3 is not cut off at 1000": ("low_var_kl", 1000.0, 999.0, 1.0),
+    "k1": ("kl", -3.0, -3.0, 1.0),
+    "|k1|": ("abs", -3.0, 3.0, -1.0),
+    "k2": ("mse", -3.0, 4.5, -3.0),
+}
 
 
-def test_k1_as_a_loss_regularises_nothing_and_k3_does():
-    policy, reference = far_policies()
-    logits, ref = policy.log(), reference.log()
-    # E[grad(log pi - log ref)] = sum of grad pi = grad 1 = 0: no pull at all.
-    k1 = expected_gradient(logits, lambda lp: lp - ref)
-    assert k1.abs().max() < 1e-15
-    # k3: E[(1 - ref/pi) grad log pi] = pi - ref in the logits, zero only at the reference.
-    k3 = expected_gradient(logits, lambda lp: k3_kl(lp[:, None], ref[:, None])[:, 0])
-    assert_near(k3, policy - reference)
-    # Which is the gradient of KL(ref || pi). The VALUE of k3 estimates KL(pi || ref), its
-    # gradient belongs to the other direction: both pull to the reference, at other speeds.
-    other_way = gradient(lambda x: exact_kl(reference, x.softmax(-1)), logits)
-    this_way = gradient(lambda x: exact_kl(x.softmax(-1), reference), logits)
-    assert_near(k3, other_way)
-    assert (k3 - this_way).abs().max() > 0.1
-    # Close to the reference the two agree to leading order.
-    near = ref + 1e-4 * t64([1, -1, 1, -1, 1])
-    k3 = expected_gradient(near, lambda lp: k3_kl(lp[:, None], ref[:, None])[:, 0])
-    this_way = gradient(lambda x: exact_kl(x.softmax(-1), reference), near)
-    assert (k3 - this_way).abs().max() < 1e-3 * this_way.abs().max()
+@pytest.mark.parametrize("name", CLIP)
+def test_clip(name):
+    ratio, advantage, epsilon, epsilon_high, value, slope = CLIP[name]
+    old = torch.full((3, 3), -2.0, dtype=torch.float64)
+    new = old + math.log(ratio)
+    advantages = t64([advantage, 5.0, 7.0])  # one for each row: along the columns it would show
+
+    def surrogate(logprobs):
+        return clipped_surrogate(logprobs, old, advantages, epsilon, epsilon_high)[0]
+
+    near(surrogate(new), [value] * 3)
+    near(gradient(lambda x: surrogate(x).sum(), new)[0], [slope] * 3)
 
 
-def test_k3_times_the_ratio_has_the_gradient_of_its_own_value():
-    # The correction that TRL applies: with the ratio pi/sg(pi) in front, the sampling
-    # weights take part in the derivative, and KL(pi || ref) comes out.
-    policy, reference = far_policies()
-    ref = reference.log()
-
-    def corrected(lp):
-        return (lp - lp.detach()).exp() * k3_kl(lp[:, None], ref[:, None])[:, 0]
-
-    this_way = gradient(lambda x: exact_kl(x.softmax(-1), reference), policy.log())
-    assert_near(expected_gradient(policy.log(), corrected), this_way)
+@pytest.mark.parametrize("name", KL)
+def test_kl_of_one_token(name):
+    estimator, log_ratio, value, slope = KL[name]
+    ref = t64([[-1.0]])
+    policy = ref + log_ratio
+    near(kl_estimate(policy, ref, estimator), [[value]], 1e-9)
+    near(gradient(lambda x: kl_estimate(x, ref, estimator).sum(), policy), [[slope]], 1e-9)
 
 
-def test_the_loss_pulls_back_to_the_reference_in_expectation():
-    # The same through grpo_loss: advantages 0, tokens in exactly the policy's proportions.
-    tokens = torch.tensor([0] * 10 + [1] * 6 + [2] * 2 + [3] + [4])
-    policy, reference = t64([10, 6, 2, 1, 1]) / 20, far_policies()[1]
-
-    def loss(logits):
-        lp = logits.log_softmax(-1)[tokens, None]
-        return grpo_loss(lp, lp.detach(), reference.log()[tokens, None],
-                         torch.zeros(20, dtype=F64), torch.ones(20, 1), beta=0.5)[0]
-
-    assert_near(gradient(loss, policy.log()), 0.5 * (policy - reference))
+ZEROS = torch.zeros(2, 1)
+BOUNDLESS = {
+    "clipped_surrogate": lambda x: clipped_surrogate(x, ZEROS, torch.tensor([1.5, -1.5])),
+    "huge advantages": lambda x: clipped_surrogate(x, ZEROS, torch.tensor([1e16, -1e16])),
+    "k3_kl": lambda x: k3_kl(x, ZEROS),
+    "k1": lambda x: kl_estimate(x, ZEROS, "kl"),
+    "|k1|": lambda x: kl_estimate(x, ZEROS, "abs"),
+    "k2": lambda x: kl_estimate(x, ZEROS, "mse"),
+}
 
 
-def test_entropy_bonus_of_the_sampled_token_does_nothing():
-    # -log p of the sampled token is an unbiased estimate of the entropy, yet its expected
-    # gradient is zero like k1's: a real bonus takes the whole distribution.
-    logits = far_policies()[0].log()
-    bonus = expected_gradient(logits, lambda lp: -lp)
-    assert bonus.abs().max() < 1e-15
-    entropy = gradient(lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(), logits)
-    assert entropy.abs().max() > 0.1
+@pytest.mark.parametrize("name", BOUNDLESS)
+def test_no_log_ratio_is_too_large(name):
+    """exp overflows; and where the min drops that branch its gradient would be inf * 0, a NaN."""
+    for gap in (50.0, 89.0, 1000.0, 1e30, 3e38):
+        for x in (ZEROS + gap, ZEROS - gap):
+            assert BOUNDLESS[name](x).isfinite().all()
+            assert gradient(lambda x: BOUNDLESS[name](x).sum(), x).isfinite().all()
 
 
-# --------------------------------------------------------------------------------------
-# Invariances of the loss, and the first step
-# --------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_row_order_does_not_matter(loss_type):
-    batch = random_batch(51)
-    settings = dict(loss_type=loss_type, max_completion_length=9, beta=0.3)
-    order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
-    moved = [x[order] for x in batch]
-    loss, metrics = grpo_loss(*batch, **settings)
-    loss2, metrics2 = grpo_loss(*moved, **settings)
-    assert_near(loss2, loss)
-    assert metrics2 == pytest.approx(metrics)
-    grad = gradient(lambda x: grpo_loss(x, *batch[1:], **settings)[0], batch[0])
-    grad2 = gradient(lambda x: grpo_loss(x, *moved[1:], **settings)[0], moved[0])
-    assert_near(grad2, grad[order])
-    # Moving the advantages alone is another batch altogether.
-    swapped, _ = grpo_loss(*batch[:3], batch[3][order], batch[4], **settings)
-    assert abs(swapped - loss) > 1e-3
+@pytest.mark.parametrize("dirt", [1.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float64])
+def test_masked_mean(dirt, dtype):
+    values = t64([[1.0, 3.0, dirt], [dirt, dirt, dirt], [8.0, dirt, dirt]])
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]]).to(dtype)
+    near(masked_mean(values, mask), 4.0)
+    near(masked_mean(values, mask, dim=0), [4.5, 3.0, 0.0])
+    near(masked_mean(values, mask, dim=1), [2.0, 0.0, 8.0])
+    near(gradient(lambda x: masked_mean(x, mask), values), mask.double() / 3)
+    near(masked_mean(values[:1], mask[0], dim=1), [2.0])  # a mask that expands
+    # Only what is masked may disappear: to hide more would hide a broken model.
+    assert masked_mean(t64([math.nan, 1.0]), torch.ones(2)).isnan()
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_does_not_matter(loss_type, side):
-    # dr_grpo in particular divides by the setting, not by the width the batch happens
-    # to have. The mask alone says what counts, wherever its places are.
-    batch = random_batch(52)
-    settings = dict(loss_type=loss_type, max_completion_length=9, beta=0.3)
+# ------------------------------------------------------------------------------------------------
+# 5. The loss and its relatives, against one slow loss
+# ------------------------------------------------------------------------------------------------
 
-    def pad(x, value):
-        if x.dim() == 1:
-            return x
-        block = torch.full((x.shape[0], 3), value, dtype=x.dtype)
-        return torch.cat([block, x] if side == "left" else [x, block], dim=1)
-
-    padded = [pad(x, False if x.dtype == torch.bool else float("nan")) for x in batch]
-    loss, metrics = grpo_loss(*batch, **settings)
-    loss2, metrics2 = grpo_loss(*padded, **settings)
-    assert_near(loss2, loss)
-    assert metrics2 == pytest.approx(metrics)
-    grad = gradient(lambda x: grpo_loss(x, *batch[1:], **settings)[0], batch[0])
-    grad2 = gradient(lambda x: grpo_loss(x, *padded[1:], **settings)[0], padded[0])
-    assert_near(grad2, pad(grad, 0.0))
+SLOW_KL = {  # of x = log(pi_theta / pi_ref)
+    "low_var_kl": lambda x: (-x).exp() + x - 1,
+    "kl": lambda x: x,
+    "abs": lambda x: x.abs(),
+    "mse": lambda x: x * x / 2,
+}
 
 
-def test_dr_grpo_divides_by_the_setting():
-    batch = random_batch(53)
-    at = {n: grpo_loss(*batch, loss_type="dr_grpo", max_completion_length=n)[0].item()
-          for n in (7, 14, 70)}
-    assert at[14] == pytest.approx(at[7] / 2) and at[70] == pytest.approx(at[7] / 10)
+def slow_loss(loss_name, logprobs, old, ref, advantages, mask, *, epsilon=0.2, epsilon_high=None,
+              beta=0.04, loss_type="grpo", max_completion_length=7, estimator="low_var_kl"):
+    """One answer and one token at a time. Returns the loss and its metrics."""
+    if epsilon_high is None:
+        epsilon_high = epsilon
+    answers = []  # for each answer the losses of its tokens
+    ratios = []
+    clips = []
+    kls = []
+    for i, A in enumerate(advantages):
+        places = [t for t in range(mask.shape[1]) if mask[i, t]]
+        whole = sum(logprobs[i, t] - old[i, t] for t in places)
+        losses = []
+        for t in places:
+            log_ratio = logprobs[i, t] - old[i, t]
+            if loss_name == "gspo_loss":
+                log_ratio = whole / len(places)
+            if loss_name == "answer_ratio_loss":
+                log_ratio = whole
+            ratio = log_ratio.exp()
+            gain = ratio * A
+            clipped = (A > 0 and ratio > 1 + epsilon_high) or (A < 0 and ratio < 1 - epsilon)
+            if clipped:
+                gain = A * (1 + epsilon_high if A > 0 else 1 - epsilon)
+            kl = SLOW_KL[estimator](logprobs[i, t] - ref[i, t])
+            weight = ratio if loss_name == "corrected_kl_loss" else 1.0
+            losses.append(beta * weight * kl - gain)
+            ratios.append(ratio.item())
+            clips.append(float(clipped))
+            kls.append(kl.item())
+        answers.append(losses)
+    sums = [sum(losses) for losses in answers]
+    if loss_type == "grpo":  # an answer without any token counts as one
+        loss = sum(total / max(len(losses), 1) for total, losses in zip(sums, answers)) / len(sums)
+    elif loss_type == "dapo":
+        loss = sum(sums) / len(kls)
+    else:
+        loss = sum(sums) / (len(sums) * max_completion_length)
+    return loss, {"loss": loss.item(), "ratio_max": max(ratios), "kl": sum(kls) / len(kls),
+                  "clip_fraction": sum(clips) / len(clips)}
 
 
-def test_micro_batches_that_average_their_own_means_are_another_loss():
-    # The row means may be averaged over equal micro-batches; the token mean may not:
-    # each part has to be weighted by its share of the whole step's tokens.
-    batch = random_batch(54)
-    parts = [[x[:3] for x in batch], [x[3:] for x in batch]]
-    tokens = [part[4].sum() for part in parts]
-    assert tokens[0] != tokens[1]
-    for loss_type in LOSS_TYPES:
-        settings = dict(loss_type=loss_type, max_completion_length=7)
-        whole = grpo_loss(*batch, **settings)[0]
-        losses = [grpo_loss(*part, **settings)[0] for part in parts]
+def batch(seed=0):
+    """Six answers of up to five tokens: log-probs of three policies, advantages, mask."""
+    draw = random.Random(seed)  # unlike torch's generator it is the same in every version
+
+    def table(spread):
+        return t64([[draw.gauss(0, spread) for _ in range(5)] for _ in range(6)])
+
+    logprobs = -table(2.0).abs()
+    old = logprobs + table(0.3)
+    ref = logprobs + table(1.0)
+    advantages = table(1.0)[:, 0]
+    advantages[4] = 0.0  # an average answer: no gradient, so nothing to clip
+    # One answer is empty, as happens; the article's code divides 0 by 0 there.
+    mask = torch.arange(5) < torch.tensor([[5], [1], [0], [3], [4], [2]])
+    return logprobs, old, ref, advantages, mask
+
+
+LOSSES = {  # function, estimator of the KL, settings
+    "the papers": ("grpo_loss", "low_var_kl", {}),
+    "no KL": ("grpo_loss", "low_var_kl", {"beta": 0.0}),
+    "clip-higher": ("grpo_loss", "low_var_kl", {"epsilon_high": 0.28}),
+    "much KL": ("grpo_loss", "kl", {"epsilon": 0.1, "epsilon_high": 0.05, "beta": 0.5}),
+    "GSPO": ("gspo_loss", "low_var_kl", {"beta": 0.3, "epsilon": 0.1}),
+    "GSPO, no KL": ("gspo_loss", "low_var_kl", {"beta": 0.0, "epsilon": 0.01}),
+    "answer ratio": ("answer_ratio_loss", "low_var_kl", {}),
+    "answer ratio, |k1|": ("answer_ratio_loss", "abs", {"epsilon_high": 0.5}),
+    "corrected KL": ("corrected_kl_loss", "low_var_kl", {"beta": 0.3}),
+    "corrected k2": ("corrected_kl_loss", "mse", {"epsilon": 0.1, "epsilon_high": 0.3}),
+}
+LOSS_TYPES = ["grpo", "dapo", "dr_grpo"]
+every_loss = pytest.mark.parametrize("name, loss_type", list(itertools.product(LOSSES, LOSS_TYPES)))
+every_type = pytest.mark.parametrize("loss_type", LOSS_TYPES)
+every_function = pytest.mark.parametrize(
+    "loss_name", ["grpo_loss", "gspo_loss", "answer_ratio_loss", "corrected_kl_loss"])
+
+
+def run_loss(name, loss_type, tensors):
+    """Loss, gradient and metrics of a row of LOSSES."""
+    loss_name, estimator, settings = LOSSES[name]
+    logprobs, *others = tensors
+    leaf = logprobs.clone().requires_grad_()
+    loss, metrics = getattr(grpo, loss_name)(
+        leaf, *others, loss_type=loss_type, max_completion_length=7,
+        kl_fn=lambda policy, ref: kl_estimate(policy, ref, estimator), **settings)
+    return loss.detach(), torch.autograd.grad(loss, leaf)[0], metrics
+
+
+@every_loss
+def test_the_loss_is_the_slow_one(name, loss_type):
+    loss_name, estimator, settings = LOSSES[name]
+    slow = functools.partial(slow_loss, loss_name, loss_type=loss_type, estimator=estimator,
+                             **settings)
+    for seed in range(3):
+        logprobs, *others = batch(seed)
+        right, right_metrics = slow(logprobs, *others)
+        loss, slope, metrics = run_loss(name, loss_type, batch(seed))
+        near(loss, right)
+        near(slope, gradient(lambda x: slow(x, *others)[0], logprobs))
+        assert metrics == pytest.approx(right_metrics, rel=1e-6)
+        assert {type(value) for value in metrics.values()} == {float}
+        # float32, as in a training, and a mask of numbers.
+        near(run_loss(name, loss_type, [x.float() for x in batch(seed)])[0], right, 1e-5)
+
+
+@every_loss
+def test_nothing_behind_the_mask_gets_out(name, loss_type):
+    """To mask the result would keep the loss clean, and leave NaN in the gradient."""
+    *clean, advantages, mask = batch()
+    right, right_slope, right_metrics = run_loss(name, loss_type, batch())
+    for dirt in (math.nan, math.inf, -math.inf):
+        dirty = [torch.where(mask, x, dirt) for x in clean]
+        dirty.append(torch.where(mask.any(dim=1), advantages, dirt))
+        before = torch.cat([x.flatten() for x in dirty])
+        loss, slope, metrics = run_loss(name, loss_type, (*dirty, mask))
+        assert torch.equal(loss, right) and torch.equal(slope, right_slope)
+        assert metrics == right_metrics
+        after = torch.cat([x.flatten() for x in dirty])
+        assert torch.equal(before.nan_to_num(), after.nan_to_num())  # arguments are left alone
+
+
+@every_loss
+def test_parts_of_a_batch_add_up_to_the_whole(name, loss_type):
+    """Each part weighted by its share: of the tokens for "dapo", of the answers otherwise."""
+    whole, whole_slope, _ = run_loss(name, loss_type, batch())
+    mask = batch()[4]
+    parts = [[5, 0], [2], [1, 4, 3]]
+    if LOSSES[name][2].get("beta") == 0.0:
+        parts = [[5, 0], [2], [1, 3]]  # without KL the average answer, 4, may be left out
+    total = 0.0
+    for rows in parts:
+        loss, slope, _ = run_loss(name, loss_type, [x[rows] for x in batch()])
+        share = t64(len(rows) / 6)
         if loss_type == "dapo":
-            assert abs((losses[0] + losses[1]) / 2 - whole) > 1e-3
-            weighted = (losses[0] * tokens[0] + losses[1] * tokens[1]) / sum(tokens)
-            assert_near(weighted, whole)
-        else:
-            assert_near((losses[0] + losses[1]) / 2, whole)
+            share = mask[rows].double().sum() / mask.sum()
+        total += share * loss
+        near(share * slope, whole_slope[rows])
+    near(total, whole)
 
 
-def first_step(beta, loss_type, lengths):
-    """Old = current = reference; two groups of four with advantages that sum to 0."""
-    generator = torch.Generator().manual_seed(61)
-    rewards = t64([[1.5, 0.5, 0.0, 1.5], [0.0, 0.0, 1.5, 0.5]])
-    advantages = group_advantages(rewards).flatten()
-    mask = torch.arange(6)[None] < torch.tensor(lengths)[:, None]
-    lp = -2 * torch.rand(8, 6, dtype=F64, generator=generator)
-    leaf = lp.clone().requires_grad_()
-    loss, metrics = grpo_loss(leaf, lp, lp if beta else None, advantages, mask, beta=beta,
-                              loss_type=loss_type, max_completion_length=6)
-    return loss, torch.autograd.grad(loss, leaf)[0], advantages, mask, metrics
+@every_loss
+def test_a_wild_token_harms_no_other_answer(name, loss_type):
+    tensors = [x.float() for x in batch()]
+    calm_slope = run_loss(name, loss_type, tensors)[1]
+    for place, gap in itertools.product((1, 2), (1000.0, -1000.0)):  # of pi_old, of pi_ref
+        wild = [x.clone() for x in tensors]
+        wild[place][0, 1] = wild[0][0, 1] + gap
+        loss, slope, metrics = run_loss(name, loss_type, wild)
+        assert t64([loss, *metrics.values()]).isfinite().all() and slope.isfinite().all()
+        assert torch.equal(slope[1:], calm_slope[1:])
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.04])
-def test_first_step_has_loss_zero_and_a_gradient(beta):
-    # Everybody asks: the loss is 0 because advantages sum to 0 at ratio 1, and the
-    # gradient is not, because it is the advantages themselves (times -1/(N |o_i|)).
-    lengths = [6, 2, 3, 1, 4, 4, 5, 6]
-    loss, grad, advantages, mask, metrics = first_step(beta, "grpo", lengths)
-    assert abs(loss.item()) < 1e-15
-    assert_near(grad, -advantages[:, None] * mask / (8 * t64(lengths)[:, None]))
-    assert grad.abs().max() > 0.05 and metrics["clip_fraction"] == 0.0
+@every_function
+def test_the_defaults_are_the_documents(loss_name):
+    loss_fn = getattr(grpo, loss_name)
+    for seed in range(5):
+        right, _ = slow_loss(loss_name, *batch(seed), epsilon=0.2, beta=0.04, loss_type="grpo")
+        near(loss_fn(*batch(seed))[0], right)
+    # Without KL no reference is needed.
+    logprobs, old, ref, advantages, mask = batch()
+    loss, metrics = loss_fn(logprobs, old, None, advantages, mask, beta=0.0)
+    assert loss == loss_fn(*batch(), beta=0.0)[0]
+    assert metrics["kl"] == 0.0
 
 
-@pytest.mark.parametrize("loss_type, divisor", [("dapo", 31), ("dr_grpo", 8 * 6)])
-def test_first_step_of_a_mean_over_tokens_is_not_zero(loss_type, divisor):
-    lengths = [6, 2, 3, 1, 4, 4, 5, 6]
-    loss, grad, advantages, mask, _ = first_step(0.0, loss_type, lengths)
-    # Long answers count more, and nothing makes length-weighted advantages sum to 0.
-    assert_near(loss, -(advantages * t64(lengths)).sum() / divisor)
-    assert abs(loss.item()) > 0.01
-    assert_near(grad, -advantages[:, None] * mask / divisor)
-    # With equal lengths it is 0 again.
-    assert abs(first_step(0.0, loss_type, [5] * 8)[0].item()) < 1e-15
+@every_function
+@every_type
+def test_nothing_to_average_over(loss_name, loss_type):
+    nan = torch.full((2, 3), math.nan)
+    loss, metrics = getattr(grpo, loss_name)(
+        nan, nan, nan, torch.ones(2), torch.zeros(2, 3), loss_type=loss_type,
+        max_completion_length=3)
+    assert loss == 0.0 and set(metrics.values()) == {0.0}
 
 
-def test_a_step_down_makes_good_answers_likelier():
-    # The sign of it all: the loss is minimised, the objective maximised.
-    loss, grad, advantages, mask, _ = first_step(0.0, "grpo", [6, 2, 3, 1, 4, 4, 5, 6])
-    moved = -grad.sum(1)                      # change of each answer's log-probability
-    assert ((moved > 0) == (advantages > 0)).all()
+SHAPES = {  # instead of (2, 5), or (2,) for the advantages; some would broadcast, silently
+    "logprobs": [(5,), (2, 5, 1)],
+    "old_logprobs": [(2, 4), (1, 5)],
+    "ref_logprobs": [(3, 5), (2, 1)],
+    "advantages": [(5,), (2, 1), (2, 5)],
+    "mask": [(4, 5), (5,)],
+}
 
 
-# ================================================================================================
-# Part 2: the model
-# ================================================================================================
+@pytest.mark.parametrize("argument", SHAPES)
+@every_function
+def test_wrong_shapes_are_refused(argument, loss_name):
+    for shape in SHAPES[argument]:
+        tensors = {name: torch.zeros(2, 5) for name in SHAPES}
+        tensors["advantages"] = torch.zeros(2)
+        tensors[argument] = torch.zeros(shape)
+        said = re.escape(f"{argument} are {shape}")
+        with pytest.raises(ValueError, match=rf"\b{said}"):
+            getattr(grpo, loss_name)(**tensors)
 
-LOSSES = ["grpo", "dapo", "dr_grpo"]
-END, EOS, VOCABULARY = 1, 2, 60  # <end>, <eos>; ids 56..59 are the model's, not the tokenizer's
+
+TENSORS = batch()
+WITHOUT_REF = (TENSORS[0], TENSORS[1], None, TENSORS[3], TENSORS[4])
+REFUSED = {  # what the message must show: a call
+    "bnpo": lambda: grpo_loss(*TENSORS, loss_type="bnpo"),
+    "0.07": lambda: grpo_loss(*WITHOUT_REF, beta=0.07),
+    "max_completion_length": lambda: grpo_loss(*TENSORS, loss_type="dr_grpo"),
+    "k4": lambda: kl_estimate(TENSORS[0], TENSORS[1], "k4"),
+    "column": lambda: group_scale(REWARDS, "column"),
+}
 
 
-@functools.cache
+@pytest.mark.parametrize("said", REFUSED)
+def test_wrong_settings_are_refused(said):
+    with pytest.raises(ValueError, match=said):
+        REFUSED[said]()
+
+
+# ------------------------------------------------------------------------------------------------
+# 6. Worked losses: the apples of grpo.py's comments, and the first step of a training
+# ------------------------------------------------------------------------------------------------
+
+APPLES = [r"3+2 = \boxed{5}", r"\boxed{5}", r"\boxed{6}", r"3-2 = \boxed{1}"]
+APPLES_NEW = t64([[0.3, 0.2], [0.1, 1.0], [0.3, 1.0], [0.1, 0.2]]).log()
+APPLES_OLD = t64([[0.2, 0.2], [0.2, 1.0], [0.2, 1.0], [0.2, 0.2]]).log()
+APPLES_MASK = torch.tensor([[1, 1], [1, 0], [1, 0], [1, 1]])
+PRINTED = """
+rewards       tensor([1.5000, 1.5000, 0.5000, 0.5000])
+advantages    tensor([ 1.,  1., -1., -1.])
+surrogate     tensor([ 1.2000,  1.0000,  0.5000, -1.5000, -0.8000, -1.0000])
+k3            tensor([0.0721, 0.0000, 0.3069, 0.0721, 0.3069, 0.0000])
+loss          tensor(0.2057)
+its gradient  tensor([ 0.0017, -0.1250, -0.1350,  0.3783, -0.0050,  0.1250])
+"""
+
+
+def apples_loss(logprobs, loss_type="grpo"):
+    advantages = group_advantages(t64([rule_reward(text, "5") for text in APPLES]))
+    return grpo_loss(logprobs, APPLES_OLD, APPLES_OLD, advantages, APPLES_MASK,
+                     loss_type=loss_type, max_completion_length=4)[0]
+
+
+def test_the_apples_in_the_comments():
+    """The figures, not the words around them: change one, and this asks for the other."""
+    rewards = [rule_reward(text, "5") for text in APPLES]
+    advantages = group_advantages(t64(rewards))
+    surrogate = clipped_surrogate(APPLES_NEW, APPLES_OLD, advantages)
+    gains = [f"{gain:.1f}" for gain in masked_mean(surrogate, APPLES_MASK, dim=1)]
+    kl = k3_kl(APPLES_NEW, APPLES_OLD)
+    slope = gradient(apples_loss, APPLES_NEW)
+    comments = re.sub(r"\s+", " ", inspect.getsource(grpo))
+    assert f"R = {rewards}" in comments
+    assert "A = [" + ", ".join(f"{A:+.0f}" for A in advantages) + "]" in comments
+    assert ", ".join(gains) + " sum -0.8" in comments
+    assert f"= {kl[1, 0]:.4f}" in comments and f"= {kl[0, 0]:.4f}" in comments
+    assert f"sum {masked_mean(kl, APPLES_MASK, dim=1).sum():.4f}" in comments
+    assert f"sum {kl[APPLES_MASK.bool()].sum():.4f}" in comments
+    assert f"= {slope[1, 0]:.3f}" in comments and f"= {slope[0, 0]:.4f}" in comments
+    for loss_type in LOSS_TYPES:
+        assert f"= {apples_loss(APPLES_NEW, loss_type):.4f}" in comments
+
+
+def test_the_apples_that_grpo_py_prints(capsys):
+    runpy.run_path(grpo.__file__, run_name="__main__")
+    torch.set_printoptions(profile="default")
+    assert capsys.readouterr().out == PRINTED.lstrip()
+
+
+FIRST_REWARDS = t64([[1.5, 0.5, 0.0, 1.5], [0.0, 0.0, 1.5, 0.5]])
+LENGTHS = t64([6, 2, 3, 1, 4, 4, 5, 6])
+DIVISORS = {"grpo": 8 * LENGTHS, "dapo": LENGTHS.sum(), "dr_grpo": 8 * 6}
+
+
+@every_type
+def test_the_first_step(loss_type):
+    """Everybody asks: the loss is 0 because advantages sum to 0, and the gradient is not."""
+    advantages = group_advantages(FIRST_REWARDS).flatten()
+    mask = torch.arange(6) < LENGTHS.unsqueeze(1)
+    logprobs = -mask.double()
+
+    def loss(policy):
+        return grpo_loss(policy, logprobs, logprobs, advantages, mask, loss_type=loss_type,
+                         max_completion_length=6)[0]
+
+    # REINFORCE: the advantage times the gradient of the log-probability.
+    weights = advantages / DIVISORS[loss_type]
+    near(gradient(loss, logprobs), -weights.unsqueeze(1) * mask)
+    near(loss(logprobs), -(weights * LENGTHS).sum())
+    assert (loss(logprobs).abs() < 1e-9) == (loss_type == "grpo")
+
+
+# ------------------------------------------------------------------------------------------------
+# 7. In expectation: sums over a vocabulary of five
+#
+# No sampling, so these are exact. The policies are far apart, because close together the two
+# directions of the KL are the same to leading order, and a mistake would not show.
+# ------------------------------------------------------------------------------------------------
+
+POLICY = t64([0.55, 0.25, 0.12, 0.06, 0.02])
+REFERENCE = t64([0.03, 0.07, 0.15, 0.30, 0.45])
+
+
+def exact_kl(p, q):
+    return (p * (p / q).log()).sum()
+
+
+def test_k3_is_unbiased_and_never_negative():
+    right = exact_kl(POLICY, REFERENCE)
+    k1 = kl_estimate(POLICY.log(), REFERENCE.log(), "kl")
+    k3 = k3_kl(POLICY.log(), REFERENCE.log())
+    upside_down = k3_kl(REFERENCE.log(), POLICY.log())
+    near((POLICY * k1).sum(), right)
+    near((POLICY * k3).sum(), right)
+    assert ((POLICY * upside_down).sum() - right).abs() > 1
+    assert (k3 > 0).all() and (k1 < -1).any()
+
+
+DIRECTIONS = {
+    "nothing": lambda x: 0 * x.sum(),
+    "KL(policy || ref)": lambda x: exact_kl(x.softmax(0), REFERENCE),
+    "KL(ref || policy)": lambda x: exact_kl(REFERENCE, x.softmax(0)),
+}
+PULLS = {  # loss, estimator, what its gradient pulls along
+    "k1 as a loss holds nothing back": ("grpo_loss", "kl", "nothing"),
+    "k1 times the ratio": ("corrected_kl_loss", "kl", "KL(policy || ref)"),
+    "k2": ("grpo_loss", "mse", "KL(policy || ref)"),
+    "k3": ("grpo_loss", "low_var_kl", "KL(ref || policy)"),
+    "k3 times the ratio": ("corrected_kl_loss", "low_var_kl", "KL(policy || ref)"),
+}
+
+
+@pytest.mark.parametrize("name", PULLS)
+def test_what_a_kl_penalty_pulls_along(name):
+    """On-policy, advantages 0, and one answer of one token for each word of the vocabulary."""
+    loss_name, estimator, direction = PULLS[name]
+    logits = POLICY.log()
+    ref = REFERENCE.log().unsqueeze(1)
+
+    def loss(logprobs):
+        return getattr(grpo, loss_name)(
+            logprobs, logprobs.detach(), ref, torch.zeros(5), torch.ones(5, 1), beta=1.0,
+            kl_fn=lambda policy, ref: kl_estimate(policy, ref, estimator))[0]
+
+    of_each_token = 5 * gradient(loss, logits.unsqueeze(1)).squeeze(1)
+    expected = gradient(lambda x: (POLICY * of_each_token * x.log_softmax(0)).sum(), logits)
+    near(expected, gradient(DIRECTIONS[direction], logits))
+
+
+def test_the_surrogate_is_the_policy_gradient():
+    """What the ratio is for: its gradient is that of the expected reward."""
+    rewards = t64([1.5, 0.0, 0.5, 1.5, 0.0])
+
+    def surrogate(logits):
+        logprobs = logits.log_softmax(0).unsqueeze(1)
+        return (POLICY * clipped_surrogate(logprobs, logprobs.detach(), rewards)[:, 0]).sum()
+
+    right = gradient(lambda x: (x.softmax(0) * rewards).sum(), POLICY.log())
+    near(gradient(surrogate, POLICY.log()), right)
+
+
+# ------------------------------------------------------------------------------------------------
+# 8. Parity with TRL 1.16: its figures, and where it is installed its own code
+# ------------------------------------------------------------------------------------------------
+
+TRL_1_16 = {  # row of LOSSES, loss_type: the loss, and sum and length of its gradient
+    ("no KL", "grpo"): [-0.1459918046034, -0.1400771803423, 0.1013770898339],
+    ("no KL", "dapo"): [-0.3825037806375, -0.3176952978114, 0.1644257358587],
+    ("no KL", "dr_grpo"): [-0.1366084930848, -0.1134626063612, 0.05872347709239],
+    ("the papers", "grpo"): [-0.1301117861212, -0.1458677566844, 0.1037278751082],
+    ("the papers", "dapo"): [-0.3594953488633, -0.3305739411549, 0.1673797575259],
+    ("the papers", "dr_grpo"): [-0.1283911960226, -0.118062121841, 0.05977848483069],
+    ("GSPO", "grpo"): [-0.03918783117086, -0.301053356673, 0.1352687100367],
+    ("GSPO", "dapo"): [-0.232791882077, -0.5814137969154, 0.2413364961132],
+    ("GSPO", "dr_grpo"): [-0.08313995788464, -0.2076477846126, 0.08619160575472],
+    ("corrected KL", "grpo"): [-0.0359082817044, -0.06897524932874, 0.1234310555467],
+    ("corrected KL", "dapo"): [-0.2199715977601, -0.2524655203721, 0.1764500272339],
+    ("corrected KL", "dr_grpo"): [-0.07856128491431, -0.09016625727575, 0.06301786686926],
+}
+
+
+def trl_loss(name, loss_type, seed):
+    """TRL's GRPOTrainer._compute_loss, on a trainer that has just what that method looks at."""
+    from trl import GRPOTrainer
+
+    loss_name, _, settings = LOSSES[name]
+    epsilon = settings.get("epsilon", 0.2)
+    level = "sequence" if loss_name == "gspo_loss" else "token"
+    args = types.SimpleNamespace(use_bias_correction_kl=loss_name == "corrected_kl_loss",
+                                 delta=None, steps_per_generation=1)
+    one_process = types.SimpleNamespace(num_processes=1, sync_gradients=True, gather=lambda x: x,
+                                        reduce=lambda x, reduction: x)
+    trainer = types.SimpleNamespace(
+        beta=settings.get("beta", 0.04), loss_type=loss_type, epsilon_low=epsilon,
+        epsilon_high=settings.get("epsilon_high", epsilon), max_completion_length=7, args=args,
+        importance_sampling_level=level, accelerator=one_process, entropy_coef=0.0,
+        model=types.SimpleNamespace(training=True), current_gradient_accumulation_steps=1,
+        off_policy_mask_threshold=None, use_adaptive_entropy=False, top_entropy_quantile=1.0,
+        _entropy_bonus_enabled=False, aux_loss_enabled=False, use_vllm=False,
+        _metrics=defaultdict(lambda: defaultdict(list)))
+    logprobs, old, ref, advantages, mask = batch(seed)
+    ids = torch.zeros(6, 5, dtype=torch.long)
+    inputs = dict(prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=mask.long(),
+                  advantages=advantages, old_per_token_logps=old, ref_per_token_logps=ref,
+                  num_items_in_batch=mask.sum())
+
+    def loss(logprobs):
+        scores = (logprobs, torch.zeros_like(logprobs), None)
+        trainer._get_per_token_logps_and_entropies = lambda *_, **__: scores
+        return GRPOTrainer._compute_loss(trainer, None, inputs)
+
+    return loss(logprobs), gradient(loss, logprobs)
+
+
+@pytest.mark.parametrize("name, loss_type", TRL_1_16)
+def test_loss_and_gradient_are_trls_figures(name, loss_type):
+    loss, slope, _ = run_loss(name, loss_type, batch())
+    near([loss, slope.sum(), slope.norm()], TRL_1_16[name, loss_type])
+
+
+@pytest.mark.parametrize("name, loss_type", TRL_1_16)
+def test_loss_and_gradient_are_trls_live(name, loss_type):
+    trl = pytest.importorskip("trl", reason="TRL is not installed: see its figures above")
+    if not trl.__version__.startswith("1.16."):
+        pytest.skip(f"the parity is with TRL 1.16, and this is {trl.__version__}")
+    for seed in range(3):
+        loss, slope, _ = run_loss(name, loss_type, batch(seed))
+        their_loss, their_slope = trl_loss(name, loss_type, seed)
+        near(loss, their_loss)
+        near(slope, their_slope)
+
+
+# ------------------------------------------------------------------------------------------------
+# 9. Each function of the mathematics works in another project, pasted under `import torch`
+# ------------------------------------------------------------------------------------------------
+
+PASTED = {  # what is pasted, under which import, arguments for a call
+    "extract_boxed": ("alone", "import re", [EGGS]),
+    "read_number": ("alone", "import re", [r"\$1{,}000"]),
+    "rule_reward": ("with what it calls", "import re", [EGGS, "63.0"]),
+    "group_advantages": ("alone", "import torch", [STATISTICS]),
+    "clipped_surrogate": ("alone", "import torch", [APPLES_NEW, APPLES_OLD, APPLE_SCORES]),
+    "k3_kl": ("alone", "import torch", [APPLES_NEW, APPLES_OLD]),
+    "masked_mean": ("alone", "import torch", [APPLES_NEW, APPLES_MASK]),
+    "average": ("with what it calls", "import torch", [APPLES_NEW, APPLES_MASK]),
+    "grpo_loss": ("with what it calls", "import torch", TENSORS),
+    "group_scale": ("with what it calls", "import torch", [REWARDS, "batch"]),
+    "overlong_penalty": ("alone", "import torch", [STATISTICS, 3, 2]),
+    "kl_estimate": ("with what it calls", "import torch", [P_02, P_04, "low_var_kl"]),
+    "gspo_loss": ("with what it calls", "import torch", TENSORS),
+    "answer_ratio_loss": ("with what it calls", "import torch", TENSORS),
+    "corrected_kl_loss": ("with what it calls", "import torch", TENSORS),
+}
+
+
+def paste(name, project, alone=False):
+    """Adds to the project, a dict, the source of a function, after those of what it calls."""
+    source = inspect.getsource(getattr(grpo, name))
+    called = re.findall(r"(\w+)\(", source) + re.findall(r"_fn=(\w+)", source)
+    for other in called:
+        if not alone and other not in project and inspect.isfunction(vars(grpo).get(other)):
+            project[other] = "on its way"
+            paste(other, project)
+    exec(source, project)
+
+
+@pytest.mark.parametrize("name", PASTED)
+def test_pasted_into_another_project(name):
+    extent, imports, arguments = PASTED[name]
+    project = {}
+    exec(imports, project)
+    paste(name, project, alone=extent == "alone")
+    assert str(project[name](*arguments)) == str(getattr(grpo, name)(*arguments))
+
+
+# ------------------------------------------------------------------------------------------------
+# One tiny world: a tokenizer, a model of any family, a handful of questions, a way to train
+# ------------------------------------------------------------------------------------------------
+
+NAN = math.nan
+INF = math.inf
+PAD, END, EOS = 0, 1, 2  # as in Qwen there are two end tokens, and the config knows only one
+VOCABULARY = 48  # more than the tokenizer's words, as in Qwen
+TIMES = {"sample_seconds", "score_seconds", "update_seconds", "tokens_per_second"}
+
+
 def tiny_tokenizer(pad="<pad>"):
-    """56 words, two of them end tokens; blanks between words."""
+    """Letters and digits, with blanks between them."""
     special = ["<pad>", "<end>", "<eos>", "<unk>", "user", "assistant"]
-    words = {word: i for i, word in enumerate(special + [f"w{i}" for i in range(50)])}
-    raw = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    raw.pre_tokenizer = WhitespaceSplit()
+    words = special + list("abcdefghijklmnopqrstuvwxyz0123456789")
+    ids = {word: i for i, word in enumerate(words)}
+    core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token=pad, eos_token="<eos>", unk_token="<unk>",
+        tokenizer_object=core, pad_token=pad, eos_token="<eos>", unk_token="<unk>",
         additional_special_tokens=["<end>", "<pad>"])
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"
@@ -1458,2905 +987,1911 @@ def tiny_tokenizer(pad="<pad>"):
     return tokenizer
 
 
-def tiny_model(family="qwen2", seed=0, **extra):
+TOKENIZER = tiny_tokenizer()
+
+PLAIN = {  # settings of a family that has none of its own
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "tie_word_embeddings": False, "initializer_range": 0.4,
+    "eos_token_id": EOS, "bos_token_id": None, "pad_token_id": PAD,
+}
+GPT2 = {  # learned positions, and names of its own
+    "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+    "initializer_range": 0.4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    "eos_token_id": EOS, "bos_token_id": None, "pad_token_id": None,
+}
+
+
+def tiny_model(family="qwen2", seed=0, **settings):
     """Random, and of strong opinions: with the usual small weights every distribution is flat."""
-    torch.manual_seed(seed)
-    settings = dict(vocab_size=VOCABULARY, eos_token_id=EOS, bos_token_id=None, pad_token_id=None)
-    if family == "gpt2":  # learned positions
-        model = GPT2LMHeadModel(GPT2Config(**{
-            **settings, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
-            "initializer_range": 0.4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-            **extra}))
-    else:
-        settings |= dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-                         max_position_embeddings=64, tie_word_embeddings=False,
-                         initializer_range=0.4)
-        config, kind = {"qwen2": (Qwen2Config, Qwen2ForCausalLM),
-                        "mistral": (MistralConfig, MistralForCausalLM),
-                        "gemma2": (Gemma2Config, Gemma2ForCausalLM)}[family]
-        model = kind(config(**{**settings, **extra}))
-    # As in Qwen: one end token in the config, the other one only in the generation settings.
+    plain = {"gpt2": GPT2, "gemma3": {}}.get(family, PLAIN)
+    config = AutoConfig.for_model(family, **(plain | settings))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = [END, EOS]
     return model.eval()
 
 
-PROMPTS = ["w1 w2 w3 w4 w5 w6 w7", "w8", "w9 w10 w11"]
-
-
-def slow_logprobs(model, ids, attention_mask, T, temperature=1.0):
-    """Row by row, without padding, cache or chunks. Gives log-probs and entropies (N, T)."""
-    rows, P = [], ids.shape[1] - T
-    for row, real in zip(ids, attention_mask.bool()):
-        n = int(real[P:].sum())
-        logits = model(row[real].unsqueeze(0), use_cache=False).logits[0]
-        logprobs = torch.log_softmax(logits.double() / temperature, dim=-1)[-n - 1 : -1]
-        entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
-        chosen = logprobs.gather(1, row[P : P + n].unsqueeze(1)).squeeze(1)
-        rows.append([torch.nn.functional.pad(x, (0, T - n)) for x in (chosen, entropy)])
-    return tuple(torch.stack(part) for part in zip(*rows))
-
-
-def ragged(model, widths=(3, 7, 1, 5), G=4, lengths=None, seed=0, longest=9):
-    """A rollout that nobody sampled: prompts of these widths, random answers of random lengths."""
-    chance = random.Random(seed)
-    N = len(widths) * G
-    lengths = lengths or [chance.randint(1, longest) for _ in range(N - 1)] + [longest]
-    P, T = max(widths), max(lengths)
-    ids, mask = torch.zeros(N, P + T, dtype=torch.long), torch.zeros(N, P + T, dtype=torch.long)
-    for i in range(N):
-        if i % G == 0:
-            prompt = [chance.randrange(6, 56) for _ in range(widths[i // G])]
-        answer = [chance.randrange(6, 56) for _ in range(lengths[i])]
-        ids[i, P - len(prompt) : P + lengths[i]] = torch.tensor(prompt + answer)
-        mask[i, P - len(prompt) : P + lengths[i]] = 1
-    with torch.no_grad():
-        logprobs = slow_logprobs(model, ids, mask, T)[0]
-    return Rollout(ids, mask, mask[:, P:].bool(), logprobs.float(), [f"row {i}" for i in range(N)],
-                   torch.tensor([n == longest for n in lengths]))
-
-
-def grads_of(model):
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().double()
-                      for p in model.parameters()])
-
-
-def weights_of(model):
-    return torch.cat([p.detach().flatten().double() for p in model.parameters()])
-
-
-def close(a, b, tol):
-    """Largest difference, measured against the largest number."""
-    return (a - b).abs().max().item() <= tol * max(1.0, b.abs().max().item())
-
-
-# ------------------------------------------------------------------------------------------------
-# Sampling
-# ------------------------------------------------------------------------------------------------
-
-
-def check_rollout(rollout, tokenizer, prompts, G, cap, pad=None):
-    """Everything that must hold of any rollout, token by token."""
-    N, T = rollout.completion_mask.shape
-    P = rollout.input_ids.shape[1] - T
-    assert N == len(prompts) * G and T <= cap
-    assert rollout.attention_mask.shape == rollout.input_ids.shape
-    assert rollout.logprobs.shape == (N, T) and len(rollout.texts) == N
-    assert rollout.completion_mask.dtype == rollout.truncated.dtype == torch.bool
-    encoded = [tokenizer(p)["input_ids"] if isinstance(p, str) else
-               tokenizer.apply_chat_template(p, add_generation_prompt=True)["input_ids"]
-               for p in prompts]
-    assert P == max(map(len, encoded))
-    lengths = []
-    for i in range(N):
-        prompt = encoded[i // G]  # group-major
-        hidden = P - len(prompt)
-        answer = rollout.input_ids[i, P:].tolist()
-        ends = [t for t in range(T) if answer[t] in (END, EOS)
-                and all(a not in (END, EOS) for a in answer[:t])]
-        n = ends[0] + 1 if ends else T
-        lengths.append(n)
-        assert rollout.input_ids[i, hidden:P].tolist() == prompt
-        chosen = [True] * n + [False] * (T - n)
-        assert rollout.attention_mask[i].tolist() == [0] * hidden + [1] * len(prompt) + chosen
-        assert rollout.completion_mask[i].tolist() == chosen
-        assert rollout.truncated[i] == (not ends)
-        assert (rollout.logprobs[i, n:] == 0).all() and (rollout.logprobs[i, :n] < 0).all()
-        words = [tokenizer.convert_ids_to_tokens(a) for a in answer[:n]
-                 if a < 56 and a not in tokenizer.all_special_ids]
-        assert rollout.texts[i].split() == words  # end tokens and what follows are not in the text
-        if pad is not None:
-            assert set(answer[n:]) | set(rollout.input_ids[i, :hidden].tolist()) <= {pad}
-    assert max(lengths) == T  # no column that nobody reached
-    assert not rollout.truncated.any() or T == cap
-    return lengths
-
-
-@pytest.mark.parametrize("family, temperature, pad", [
-    ("qwen2", 1.0, "<pad>"), ("qwen2", 0.7, "<eos>"), ("qwen2", 1.0, "<end>"),
-    ("qwen2", 0.7, "w3"), ("qwen2", 1.0, None), ("gpt2", 1.0, "<eos>"), ("gpt2", 0.7, "<pad>")])
-def test_sampler_agrees_with_scorer(family, temperature, pad):
-    """The test that catches wrong temperatures, masks, positions and hidden settings alike."""
-    model, tokenizer = tiny_model(family, initializer_range=0.25), tiny_tokenizer(pad)
-    torch.manual_seed(1)
-    rollout = sample_groups(model, tokenizer, PROMPTS, 8, max_completion_length=12,
-                            temperature=temperature)
-    pad_id = END if pad is None else tokenizer.pad_token_id
-    lengths = check_rollout(rollout, tokenizer, PROMPTS, 8, 12, pad_id)
-    assert min(lengths) < 6 and rollout.truncated.any()  # ragged, or nothing was shown
-    ids, mask, T = rollout.input_ids, rollout.attention_mask, rollout.completion_mask.shape[1]
-    ends = set(ids[:, -T:][rollout.completion_mask].tolist()) & {END, EOS}
-    assert ends == {END, EOS}  # both of them were met
-    slow = slow_logprobs(model, ids, mask, T, temperature)[0].float()
-    torch.testing.assert_close(rollout.logprobs, slow, atol=2e-5, rtol=0)
-    for G in (1, 8):
-        fast = token_logprobs(model, ids, mask, T, temperature, num_generations=G)
-        torch.testing.assert_close(fast, rollout.logprobs, atol=2e-5, rtol=0)
-
-
-def expected_counts(probabilities, tokens):
-    """Chi-square of what was drawn, in standard deviations above its mean; rare bins together."""
-    n = len(tokens)
-    counts = torch.bincount(tokens, minlength=len(probabilities)).double()
-    rare = probabilities * n < 8
-    seen, wanted = (torch.cat([x[~rare], x[rare].sum().view(1)])
-                    for x in (counts, probabilities * n))
-    seen, wanted = seen[wanted > 0], wanted[wanted > 0]
-    freedom = len(wanted) - 1
-    return ((((seen - wanted) ** 2 / wanted).sum() - freedom) / math.sqrt(2 * freedom)).item()
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
-def test_choose_tokens_draws_the_softmax(temperature):
-    torch.manual_seed(0)
-    row = torch.randn(30) * 2
-    uniforms = torch.rand(20_000, dtype=torch.float64)
-    tokens, logprobs = choose_tokens(row.expand(20_000, -1), temperature, uniforms)
-    exact = torch.log_softmax(row.double() / temperature, dim=0)
-    assert expected_counts(exact.exp(), tokens) < 4
-    assert expected_counts(torch.softmax(row.double() / 1.3, dim=0), tokens) > 10  # it has power
-    torch.testing.assert_close(logprobs, exact[tokens].float(), atol=1e-6, rtol=0)
-
-
-def test_choose_tokens_never_takes_what_is_impossible():
-    """-inf at both ends and inside, and uniform numbers at the very ends of their range."""
-    row = torch.randn(50, generator=torch.Generator().manual_seed(0)) * 3
-    row[[0, 1, 7, 20, 21, 22, 48, 49]] = -math.inf
-    uniforms = torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    uniforms[0], uniforms[1] = 0.0, 1 - 1e-12
-    tokens, logprobs = choose_tokens(row.expand(20_000, -1), 1.0, uniforms)
-    assert torch.isfinite(row[tokens]).all() and torch.isfinite(logprobs).all()
-    # Both ends of the line are reached: the first and the last that are possible.
-    assert tokens[0] == 2 and tokens[1] == 47
-
-
-def test_choose_tokens_inverts_the_cumulative_distribution():
-    logits = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.8, 0.0]]).log()
-
-    def draw(*uniforms):
-        uniforms = torch.tensor(uniforms, dtype=torch.float64)
-        return choose_tokens(logits, 1.0, uniforms)[0].tolist()
-
-    assert draw(0.0, 0.0) == [0, 0] and draw(0.49, 0.19) == [0, 0]
-    assert draw(0.51, 0.21) == [1, 1] and draw(0.79, 0.999) == [1, 1] and draw(0.81, 0.5) == [2, 1]
-
-
-def test_choose_tokens_in_bfloat16_still_reaches_rare_tokens():
-    """A vocabulary as large as Qwen's: in bfloat16, or summed in float32, rare tokens vanish."""
-    logits = torch.zeros(1, 150_000, dtype=torch.bfloat16)
-    logits[0, 0] = 12.0  # e^12 / 150,000 is about 1: half of it all
-    uniforms = torch.linspace(0, 1 - 1e-9, 64, dtype=torch.float64)
-    tokens, logprobs = choose_tokens(logits.expand(64, -1), 1.0, uniforms)
-    exact = torch.log_softmax(logits[0].double(), dim=0)
-    wanted = torch.searchsorted(exact.exp().cumsum(0), uniforms, right=True)
-    assert (tokens - wanted).abs().max() <= 2 and tokens.max() > 149_990
-    assert logprobs.dtype == torch.float32
-    torch.testing.assert_close(logprobs.double(), exact[tokens], atol=2e-3, rtol=0)
-
-
-def test_choose_tokens_tells_tokens_apart_that_float32_cannot():
-    """8,000 tokens share a millionth of the line, at its end: float32 has 14 numbers there."""
-    logits = torch.zeros(1, 8000)
-    logits[0, 0] = 23.0
-    tail = 1 - logits[0].double().softmax(0)[0]
-    uniforms = torch.linspace(1 - 0.99 * tail, 1 - 1e-9, 300, dtype=torch.float64)
-    tokens, _ = choose_tokens(logits.expand(300, -1), 1.0, uniforms)
-    assert len(tokens.unique()) > 250
-
-
-def test_a_uniform_number_that_was_rounded_to_one():
-    """As may happen on Apple's GPUs, which have no float64: it is the last token, and no error."""
-    tokens, logprobs = choose_tokens(torch.zeros(2, 9), 1.0, torch.tensor([1.0, 0.0]))
-    assert tokens.tolist() == [8, 0] and logprobs.exp().tolist() == pytest.approx([1 / 9] * 2)
-
-
-def test_temperature_zero_is_argmax_with_log_prob_at_one():
-    logits = torch.randn(7, 20, generator=torch.Generator().manual_seed(0))
-    tokens, logprobs = choose_tokens(logits, 0, torch.zeros(7))
-    assert tokens.tolist() == logits.argmax(dim=1).tolist()
-    torch.testing.assert_close(logprobs, logits.log_softmax(1).max(dim=1).values)
-
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-    rollout = sample_groups(model, tokenizer, PROMPTS, 2, max_completion_length=10, temperature=0)
-    check_rollout(rollout, tokenizer, PROMPTS, 2, 10)
-    for row, real in zip(rollout.input_ids, rollout.attention_mask.bool()):
-        n = int(real[7:].sum())  # the longest prompt has 7
-        best = model(row[real].unsqueeze(0)).logits[0].argmax(dim=1)
-        assert best[-n - 1 : -1].tolist() == row[7 : 7 + n].tolist()
-    T = rollout.completion_mask.shape[1]
-    slow = slow_logprobs(model, rollout.input_ids, rollout.attention_mask, T)[0].float()
-    torch.testing.assert_close(rollout.logprobs, slow, atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_tokens_have_the_distribution_of_the_model(temperature):
-    """First tokens against the exact softmax, and second ones given the likeliest first one."""
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-    torch.manual_seed(3)
-    rollout = sample_groups(model, tokenizer, ["w1 w2 w3"], 6000, max_completion_length=2,
-                            temperature=temperature)
-    prompt, answers = rollout.input_ids[:1, :-2], rollout.input_ids[:, -2:]
-
-    def exact(ids):
-        return torch.softmax(model(ids).logits[0, -1].double() / temperature, dim=0)
-
-    with torch.no_grad():
-        first = exact(prompt)
-        assert expected_counts(first, answers[:, 0]) < 4
-        first[[END, EOS]] = 0
-        common = first.argmax()
-        second = exact(torch.cat([prompt, common.view(1, 1)], dim=1))
-    after = answers[answers[:, 0] == common, 1]
-    assert len(after) > 300 and expected_counts(second, after) < 4
-
-
-def same_rollout(a, b, tol=1e-5):
-    for name in ("input_ids", "attention_mask", "completion_mask", "truncated"):
-        assert torch.equal(getattr(a, name), getattr(b, name)), name
-    assert a.texts == b.texts
-    torch.testing.assert_close(a.logprobs, b.logprobs, atol=tol, rtol=0)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-def test_dropping_finished_rows_changes_nothing(family):
-    model, tokenizer = tiny_model(family), tiny_tokenizer()
-
-    def sample(drop_every):
-        torch.manual_seed(5)
-        return sample_groups(model, tokenizer, PROMPTS, 6, max_completion_length=14,
-                             drop_every=drop_every)
-
-    plain, rows = sample(1000), []
-    seen = model.base_model.register_forward_hook(
-        lambda module, args, out: rows.append(len(out.last_hidden_state)))
-    fast = sample(1)
-    seen.remove()
-    same_rollout(fast, plain)
-    same_rollout(sample(3), plain)
-    # The prompts were read once each, not once per answer; and rows did leave.
-    lengths = plain.completion_mask.sum(dim=1)
-    assert rows[0] == 3
-    assert rows[1:] == [int((lengths > t).sum()) for t in range(1, len(rows))] and rows[-1] < 18
-
-
-def test_sampling_ends_when_all_have_ended():
-    """All rows out after one token: no further pass through the model."""
-    model, tokenizer, calls = tiny_model(), tiny_tokenizer(), []
-    model.generation_config.eos_token_id = list(range(VOCABULARY))
-    model.register_forward_hook(lambda *_: calls.append(1))
-    rollout = sample_groups(model, tokenizer, PROMPTS, 2, max_completion_length=20, drop_every=1)
-    assert len(calls) == 1 and rollout.completion_mask.shape == (6, 1)
-    assert rollout.completion_mask.all() and not rollout.truncated.any()
-
-
-def test_an_end_token_at_the_cap_is_an_end():
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-    torch.manual_seed(0)
-    rollout = sample_groups(model, tokenizer, ["w1"], 300, max_completion_length=3)
-    full = rollout.completion_mask.all(dim=1)
-    ended = torch.isin(rollout.input_ids[:, -1], torch.tensor([END, EOS])) & full
-    assert ended.any() and (full & ~ended).any()
-    assert torch.equal(rollout.truncated, full & ~ended)
-
-
-def test_sampling_is_reproducible_and_random():
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-
-    def sample(seed):
-        torch.manual_seed(seed)
-        return sample_groups(model, tokenizer, PROMPTS, 4, max_completion_length=6)
-
-    same_rollout(sample(0), sample(0), tol=0)
-    assert sample(0).texts != sample(1).texts
-    assert len(set(sample(0).texts)) > 6  # rows do not repeat each other
-
-
-@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_a_prompt_alone_and_beside_a_longer_one(family, temperature, monkeypatch):
-    """Left padding must not be felt (trap 7): the same random numbers give the same answer."""
-    model, tokenizer = tiny_model(family), tiny_tokenizer()
-    table = torch.rand(12, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(torch, "rand", lambda N, T, **_: table[:N, :T])
-    short, long = "w8 w4", " ".join(f"w{i}" for i in range(25))
-    kind = dict(max_completion_length=10, temperature=temperature)
-    alone = sample_groups(model, tokenizer, [short], 6, **kind)
-    beside = sample_groups(model, tokenizer, [short, long], 6, **kind)
-    assert beside.texts[:6] == alone.texts and len(set(alone.texts)) > (temperature > 0)
-    T = alone.completion_mask.shape[1]
-    torch.testing.assert_close(beside.logprobs[:6, :T], alone.logprobs, atol=2e-5, rtol=0)
-
-
-def test_the_checkpoints_generation_settings_have_no_influence():
-    """Trap 1: Qwen2.5's generation_config says top_k 20, top_p 0.8, repetition_penalty 1.1."""
-    tokenizer = tiny_tokenizer()
-    rollouts = []
-    for hidden in ({}, dict(top_k=1, top_p=0.1, repetition_penalty=2.0, temperature=0.1, min_p=0.9,
-                            do_sample=False, max_new_tokens=2, no_repeat_ngram_size=1)):
-        model = tiny_model()
-        for name, value in hidden.items():
-            setattr(model.generation_config, name, value)
-        torch.manual_seed(0)
-        rollouts.append(sample_groups(model, tokenizer, PROMPTS, 5, max_completion_length=8))
-    same_rollout(*rollouts, tol=0)
-
-
-@pytest.mark.parametrize("family, dropout", [("qwen2", dict(attention_dropout=0.5)),
-                                             ("gpt2", dict(resid_pdrop=0.5, embd_pdrop=0.5))])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_train_mode_does_not_disturb_sampling(family, dropout, checkpointing):
-    """Trap 14: dropout, and gradient checkpointing, which turns the cache off without a word."""
-    model, tokenizer = tiny_model(family, **dropout), tiny_tokenizer()
-
-    def sample():
-        torch.manual_seed(0)
-        return sample_groups(model, tokenizer, PROMPTS, 4, max_completion_length=8)
-
-    plain = sample()
-    assert not model.training
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-    model.train()
-    same_rollout(sample(), plain)
-    assert model.training and all(module.training for module in model.modules())
-
-
-def test_chats_go_through_the_template():
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-    chats = [[{"role": "user", "content": "w1 w2"}],
-             [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"},
-              {"role": "user", "content": "w5"}]]
-    written = ["user w1 w2 <end> assistant",
-               "user w3 <end> assistant w4 <end> user w5 <end> assistant"]
-    rollouts = []
-    for prompts in (chats, written, [tuple(chats[0]), written[1]]):  # and both kinds side by side
-        torch.manual_seed(0)
-        rollouts.append(sample_groups(model, tokenizer, prompts, 3, max_completion_length=5))
-    check_rollout(rollouts[0], tokenizer, chats, 3, 5)
-    same_rollout(rollouts[0], rollouts[1], tol=0)
-    same_rollout(rollouts[0], rollouts[2], tol=0)
-
-
-def test_ids_beyond_the_tokenizer_are_no_error():
-    """Qwen's embedding has 151,936 rows, its tokenizer 151,665 words."""
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-    model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY))
-    model.lm_head.bias.data[58] = 100.0
-    rollout = sample_groups(model, tokenizer, ["w1"], 2, max_completion_length=3)
-    assert (rollout.input_ids[:, -3:] == 58).all() and rollout.texts == ["", ""]
-    assert rollout.truncated.all()
-
-
-def test_end_tokens_are_collected_from_all_three_places():
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-    model.generation_config.eos_token_id, model.config.eos_token_id = [7, END], 9
-    assert grpo.end_token_ids(model, tokenizer) == [END, EOS, 7, 9]
-    model.generation_config.eos_token_id = model.config.eos_token_id = None
-    assert grpo.end_token_ids(model, tokenizer) == [EOS]
-    model.generation_config = None
-    assert grpo.end_token_ids(model, tokenizer) == [EOS]
-    model.config.eos_token_id = 0  # an id like any other
-    assert grpo.end_token_ids(model, tokenizer) == [0, EOS]
-
-
-def test_sampling_refuses_what_cannot_be():
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-
-    def refused(said, prompts=("w1",), G=2, max_completion_length=4, temperature=1.0):
-        with pytest.raises(ValueError, match=said):
-            sample_groups(model, tokenizer, list(prompts), G, temperature=temperature,
-                          max_completion_length=max_completion_length)
-
-    refused("0", G=0)  # each says what it was given
-    refused("-3", max_completion_length=-3)
-    refused("-0.1", temperature=-0.1)
-    refused("nan", temperature=math.nan)
-    refused("0 prompts", prompts=[])
-    refused("prompt 1 has no tokens", prompts=["w1", ""])
-    refused("context 64: .w2", prompts=["w1", "w2 " * 61])
-    fits = sample_groups(model, tokenizer, ["w2 " * 60], 1, max_completion_length=4)  # just so
-    assert fits.completion_mask.shape[1] <= 4
-    model.generation_config.eos_token_id = model.config.eos_token_id = None
-    nameless = copy.deepcopy(tokenizer)
-    nameless.eos_token = None
-    with pytest.raises(ValueError, match="eos_token_id"):
-        sample_groups(model, nameless, ["w1"], 2, max_completion_length=4)
-
-
-# ------------------------------------------------------------------------------------------------
-# Scoring
-# ------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def slow_scores(family, temperature):
-    """The slow way, once for all that are held against it: values, and a gradient of both."""
-    model = tiny_model(family)
-    rollout = ragged(model, (3, 7, 1))
-    T = rollout.completion_mask.shape[1]
-    pull = torch.randn(2, 12, T, generator=torch.Generator().manual_seed(1))
-    slow = slow_logprobs(model, rollout.input_ids, rollout.attention_mask, T, temperature)
-    (torch.stack(slow) * pull).sum().backward()
-    return rollout, pull, [x.detach() for x in slow], grads_of(model)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "gpt2", "gemma2"])
-@pytest.mark.parametrize("temperature, G, chunk, checkpointing", [
-    (1.0, 1, 512, False), (0.7, 1, 7, False), (0.7, 4, 512, False), (1.0, 4, 5, False),
-    (0.7, 2, 20, False), (0.7, 1, 512, True)])
-def test_token_logprobs_against_the_whole_softmax(family, temperature, G, chunk, checkpointing):
-    """Values, entropies, and the gradients of both; Gemma 2 caps its logits (trap 13)."""
-    rollout, pull, slow, wanted = slow_scores(family, temperature)
-    model = tiny_model(family)
-    ids, mask, T = rollout.input_ids, rollout.attention_mask, rollout.completion_mask.shape[1]
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-        model.train()
-    fast = token_logprobs(model, ids, mask, T, temperature, num_generations=G, return_entropy=True,
-                          tokens_per_chunk=chunk)
-    (torch.stack(fast) * pull).sum().backward()
-    for a, b in zip(fast, slow):
-        assert a.dtype == torch.float32
-        torch.testing.assert_close(a, b.float(), atol=3e-5, rtol=0)
-    assert close(grads_of(model), wanted, 1e-4)
-    alone = token_logprobs(model, ids, mask, T, temperature, num_generations=G)
-    torch.testing.assert_close(alone, fast[0], atol=1e-5, rtol=0)
-
-
-def test_gemma2_logits_are_capped_in_the_tiny_model_too():
-    """Else the test above would show nothing."""
-    model = tiny_model("gemma2", final_logit_softcapping=2.0)
-    ids = torch.tensor([[6, 7, 8, 9]])
-    states = model.base_model(ids).last_hidden_state
-    assert (model.lm_head(states) - model(ids).logits).abs().max() > 0.1
-    fast = token_logprobs(model, ids, torch.ones_like(ids), 3)
-    slow = slow_logprobs(model, ids, torch.ones_like(ids), 3)[0].float()
-    torch.testing.assert_close(fast, slow, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("G", [1, 4])
-def test_float64_models_are_scored_in_float64(G):
-    """GPT-2 computes all of it in float64, so here the two ways agree to the last digits."""
-    model = tiny_model("gpt2").double()
-    rollout = ragged(model)
-    ids, mask, T = rollout.input_ids, rollout.attention_mask, rollout.completion_mask.shape[1]
-    fast = token_logprobs(model, ids, mask, T, 0.7, num_generations=G, tokens_per_chunk=11)
-    assert fast.dtype == torch.float64
-    slow = slow_logprobs(model, ids, mask, T, 0.7)[0]
-    torch.testing.assert_close(fast, slow, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("G", [1, 4])
-def test_bfloat16_logits_are_widened_before_the_softmax(G):
-    """Trap 9: the softmax of the same logits in bfloat16 is off by some hundredths."""
-    model = tiny_model().bfloat16()
-    rollout = ragged(model)
-    ids, mask, T = rollout.input_ids, rollout.attention_mask, rollout.completion_mask.shape[1]
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = model(ids, attention_mask=mask, position_ids=positions).logits[:, -T - 1 : -1]
-    fast, entropy = token_logprobs(model, ids, mask, T, num_generations=G, return_entropy=True)
-    assert fast.dtype == entropy.dtype == torch.float32
-    real = rollout.completion_mask
-    if G == 1:  # the very same logits, so only the softmax is in question
-        wanted = logits.float().log_softmax(-1).gather(2, ids[:, -T:, None]).squeeze(2)
-        narrow = logits.log_softmax(-1).gather(2, ids[:, -T:, None]).squeeze(2).float()
-        ours, theirs = ((x - wanted)[real].abs().mean() for x in (fast, narrow))
-        assert ours < 1e-4 and theirs > 1e-3
-
-
-def test_scoring_never_holds_the_whole_vocabulary_of_a_batch():
-    model = tiny_model()
-    rollout = ragged(model)
-    ids, mask, T = rollout.input_ids, rollout.attention_mask, rollout.completion_mask.shape[1]
-    token_logprobs(model, ids, mask, T)  # the comparison of head and model is made once
-    rows, saved = [], []
-    hook = model.lm_head.register_forward_hook(
-        lambda module, args, out: rows.append(out.shape[:-1].numel()))
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x,
-                                                  lambda x: x):
-        logprobs = token_logprobs(model, ids, mask, T, tokens_per_chunk=10, return_entropy=True)[0]
-        saved = [shape for shape in saved if VOCABULARY in shape and 32 not in shape]  # no weights
-    real = int(rollout.completion_mask.sum())
-    assert max(rows) == 10 and sum(rows) == real < logprobs.numel()  # padding sees no head at all
-    assert saved == []  # nothing of that size waits for the backward pass
-    logprobs.sum().backward()
-    assert max(rows) == 10 and sum(rows) == 2 * real  # made once more, chunk by chunk
-    hook.remove()
-
-
-@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-@pytest.mark.parametrize("G", [1, 4])
-def test_more_padding_changes_no_log_prob(family, G):
-    model = tiny_model(family)
-    rollout = ragged(model)
-    T = rollout.completion_mask.shape[1]
-    plain = token_logprobs(model, rollout.input_ids, rollout.attention_mask, T, num_generations=G)
-    pad = torch.nn.functional.pad
-    wide = token_logprobs(model, pad(rollout.input_ids, (5, 3), value=17),
-                          pad(rollout.attention_mask, (5, 3)), T + 3, num_generations=G)
-    torch.testing.assert_close(wide[:, :T], plain, atol=2e-5, rtol=0)
-    assert (wide[:, T:] == 0).all() and (plain[~rollout.completion_mask] == 0).all()
-
-
-def test_rows_in_another_order_get_the_same_log_probs():
-    model = tiny_model()
-    rollout = ragged(model)
-    ids, mask, T = rollout.input_ids, rollout.attention_mask, rollout.completion_mask.shape[1]
-    plain = token_logprobs(model, ids, mask, T, num_generations=4)
-    rows = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(token_logprobs(model, ids[rows], mask[rows], T), plain[rows],
-                               atol=2e-5, rtol=0)
-    groups = torch.tensor([8, 9, 10, 11, 3, 2, 1, 0])  # two groups, the second turned round
-    turned = token_logprobs(model, ids[groups], mask[groups], T, num_generations=4)
-    torch.testing.assert_close(turned, plain[groups], atol=2e-5, rtol=0)
-
-
-def test_scoring_refuses_what_cannot_be():
-    model, ids = tiny_model(), torch.tensor([[6, 7, 8, 9]])
-    for temperature, T in ((0, 2), (-1.0, 2), (1.0, 0), (1.0, 4)):
-        with pytest.raises(ValueError, match="temperature"):
-            token_logprobs(model, ids, torch.ones_like(ids), T, temperature)
-
-
-# ------------------------------------------------------------------------------------------------
-# The loss once more, with every relative, as slow loops
-# ------------------------------------------------------------------------------------------------
-
-
-def slow_loss(logprobs, old, ref, advantages, mask, entropies, *, epsilon, epsilon_high, beta,
-              loss_type, max_completion_length, importance_sampling_level, kl_penalty_type,
-              use_bias_correction_kl, entropy_bonus):
-    """One answer and one token at a time. Gives the loss and the tokens' (ratio, clipped, kl)."""
-    high = epsilon if epsilon_high is None else epsilon_high
-    sums, seen, zero = [], [], torch.tensor(0.0, dtype=torch.float64)
-    for i in range(len(advantages)):
-        A, places = advantages[i], [t for t in range(mask.shape[1]) if mask[i, t]]
-        whole = sum((logprobs[i, t] - old[i, t] for t in places), zero)
-        tokens = []
-        for t in places:
-            ratio = {"token": logprobs[i, t] - old[i, t], "sequence_sum": whole,
-                     "sequence": whole / len(places)}[importance_sampling_level].exp()
-            low, top = (torch.tensor(x, dtype=torch.float64) for x in (1 - epsilon, 1 + high))
-            bounded = min(max(ratio, low), top)
-            gain = min(ratio * A, bounded * A)
-            clipped = bool(A > 0 and ratio > 1 + high or A < 0 and ratio < 1 - epsilon)
-            kl = zero
-            if ref is not None:
-                x = logprobs[i, t] - ref[i, t]
-                kl = {"kl": x, "abs": abs(x), "mse": x**2 / 2,
-                      "low_var_kl": (-x).exp() + x - 1}[kl_penalty_type]
-            tokens.append(-gain + beta * kl * (ratio if use_bias_correction_kl else 1)
-                          - (entropy_bonus * entropies[i, t] if entropy_bonus else 0))
-            seen.append((ratio.item(), clipped, kl.item()))
-        sums.append((sum(tokens, zero), len(places)))
-    if loss_type == "grpo":
-        loss = sum(s / max(n, 1) for s, n in sums) / len(sums)
-    elif loss_type == "dapo":
-        loss = sum(s for s, _ in sums) / max(sum(n for _, n in sums), 1)
-    else:
-        loss = sum(s for s, _ in sums) / (len(sums) * max_completion_length)
-    return loss, seen
-
-
-PLAIN = dict(epsilon=0.2, epsilon_high=None, beta=0.04, max_completion_length=7,
-             importance_sampling_level="token", kl_penalty_type="low_var_kl",
-             use_bias_correction_kl=False, entropy_bonus=0.0)
-RELATIVES = [
-    {}, {"beta": 0.0}, {"epsilon_high": 0.28}, {"importance_sampling_level": "sequence"},
-    {"importance_sampling_level": "sequence_sum"}, {"use_bias_correction_kl": True},
-    {"importance_sampling_level": "sequence", "use_bias_correction_kl": True, "beta": 0.3},
-    {"kl_penalty_type": "kl"}, {"kl_penalty_type": "abs"}, {"kl_penalty_type": "mse"},
-    {"kl_penalty_type": "mse", "use_bias_correction_kl": True}, {"entropy_bonus": 0.1},
-    {"epsilon": 1.5, "beta": 0.5, "epsilon_high": 0.05}]
-
-
-def random_tokens(N=6, T=5, spread=0.3, seed=0):
-    """Log-probs of three policies, advantages, a ragged mask, entropies; all float64."""
-    chance = random.Random(seed)  # torch's generator may change, this one will not
-
-    def table(make):
-        return torch.tensor([[make() for _ in range(T)] for _ in range(N)], dtype=torch.float64)
-
-    logprobs = table(lambda: -chance.uniform(0.1, 4))
-    old = logprobs + table(lambda: chance.gauss(0, spread))
-    ref = logprobs + table(lambda: chance.gauss(0, 1))
-    advantages = torch.tensor([chance.gauss(0, 1) for _ in range(N)], dtype=torch.float64)
-    lengths = torch.tensor([T, 1] + [chance.randint(1, T) for _ in range(N - 2)])
-    mask = torch.arange(T) < lengths.unsqueeze(1)
-    return logprobs, old, ref, advantages, mask, table(lambda: chance.uniform(0.5, 3))
-
-
-@pytest.mark.parametrize("loss_type", LOSSES)
-@pytest.mark.parametrize("relative", RELATIVES)
-def test_every_relative_against_a_slow_loop(loss_type, relative):
-    settings = {**PLAIN, **relative, "loss_type": loss_type}
-    for seed in range(2):
-        logprobs, old, ref, advantages, mask, entropies = random_tokens(seed=seed)
-        mask[3] = seed == 1  # an answer without any token: it still counts as an answer
-        ref = ref if settings["beta"] else None
-        fast, slow = (logprobs.clone().requires_grad_() for _ in range(2))
-        ents = [entropies.clone().requires_grad_() for _ in range(2)]
-        loss, metrics = grpo_loss(fast, old, ref, advantages, mask, entropies=ents[0], **settings)
-        wanted, seen = slow_loss(slow, old, ref, advantages, mask, ents[1], **settings)
-        loss.backward()
-        wanted.backward()
-        torch.testing.assert_close(loss, wanted, atol=1e-12, rtol=0)
-        torch.testing.assert_close(fast.grad, slow.grad, atol=1e-12, rtol=0)
-        if settings["entropy_bonus"]:
-            torch.testing.assert_close(ents[0].grad, ents[1].grad, atol=1e-12, rtol=0)
-        ratios, clipped, kls = zip(*seen)
-        assert metrics["loss"] == pytest.approx(loss.item())
-        assert metrics["ratio_max"] == pytest.approx(max(ratios))
-        assert metrics["clip_fraction"] == pytest.approx(sum(clipped) / len(clipped))
-        assert metrics["kl"] == pytest.approx(sum(kls) / len(kls))
-
-
-@pytest.mark.parametrize("loss_type", LOSSES)
-@pytest.mark.parametrize("relative", RELATIVES)
-def test_parts_of_a_batch_add_up_to_the_whole(loss_type, relative):
-    """Trap 18, for every relative: a common divisor, and not each part's own."""
-    settings = {**PLAIN, **relative, "loss_type": loss_type}
-    logprobs, old, ref, advantages, mask, entropies = random_tokens()
-    whole = logprobs.clone().requires_grad_()
-    parts = logprobs.clone().requires_grad_()
-    loss, _ = grpo_loss(whole, old, ref, advantages, mask, entropies=entropies, **settings)
-    loss.backward()
-    divisor = {"grpo": 6, "dapo": int(mask.sum()), "dr_grpo": 6 * 7}[loss_type]
-    total = 0.0
-    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        part, _ = grpo_loss(parts[rows], old[rows], ref[rows], advantages[rows], mask[rows],
-                            entropies=entropies[rows], divisor=divisor, **settings)
-        part.backward()
-        total += part.item()
-    assert total == pytest.approx(loss.item(), abs=1e-12)
-    torch.testing.assert_close(parts.grad, whole.grad, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("dirt", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("relative", RELATIVES)
-def test_nothing_behind_the_mask_reaches_a_relative(relative, dirt):
-    settings = {**PLAIN, **relative, "loss_type": "dapo"}
-    logprobs, old, ref, advantages, mask, entropies = random_tokens()
-    results = []
-    for fill in (0.5, dirt):
-        policy, *others = (torch.where(mask, x, fill) for x in (logprobs, old, ref, entropies))
-        policy.requires_grad_()
-        loss, metrics = grpo_loss(policy, others[0], others[1], advantages, mask,
-                                  entropies=others[2], **settings)
-        loss.backward()
-        assert (policy.grad[~mask] == 0).all()
-        results.append((loss.item(), metrics, policy.grad.tolist()))
-    assert results[0] == results[1]
-
-
-# ------------------------------------------------------------------------------------------------
-# The update
-# ------------------------------------------------------------------------------------------------
-
-
-def settings_of(config):
-    return {name: getattr(config, name) for name in [*PLAIN, "loss_type"]}
-
-
-def slow_update(model, rollout, advantages, ref, config):
-    """What `update` must do to the weights: whole mini-batches, one answer at a time, no cache."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
-    ids, real, mask = rollout.input_ids, rollout.attention_mask, rollout.completion_mask
-    G, T = config.num_generations, mask.shape[1]
-    B = len(ids) // G
-    if config.mask_truncated_completions:
-        mask = mask & ~rollout.truncated.unsqueeze(1)
-    before = slow_logprobs(model, ids, real, T, config.temperature)[0].detach()
-    if config.num_iterations * config.num_mini_batches > 1:
-        before = before.float().double()  # pi_old is kept in float32
-    losses, norms, seen, gaps, entropies = [], [], [], [], []
-    for _ in range(config.num_iterations):
-        order = torch.randperm(B) if config.num_mini_batches > 1 else torch.arange(B)
-        for part in order.tensor_split(config.num_mini_batches):
-            rows = [g * G + i for g in part.tolist() for i in range(G)]
-            now, entropy = slow_logprobs(model, ids[rows], real[rows], T, config.temperature)
-            loss, tokens = slow_loss(now, before[rows], None if ref is None else ref[rows],
-                                     advantages[rows], mask[rows], entropy, **settings_of(config))
-            optimizer.zero_grad()
-            loss.backward()
-            norms.append(grads_of(model).norm().item())
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad *= min(1.0, config.max_grad_norm / norms[-1])
-            optimizer.step()
-            losses.append(loss.item())
-            seen += tokens
-            gaps += (rollout.logprobs - before)[rows][mask[rows]].abs().tolist()
-            entropies += entropy[mask[rows]].tolist()
-    mean = lambda values: sum(values) / len(values)  # noqa: E731
-    ratios, clipped, kls = zip(*seen)
-    return {"loss": mean(losses), "grad_norm": mean(norms), "ratio_max": max(ratios),
-            "kl": mean(kls), "clip_fraction": mean(clipped), "sampler_gap": mean(gaps),
-            "entropy": mean(entropies)}
-
-
-def world(config, family="gpt2", widths=(3, 7, 1, 5), **extra):
-    """A learner, a rollout with rather different lengths, advantages, the reference's log-probs.
-    GPT-2 in float64 by default: then two right ways agree to the last digits."""
-    model = tiny_model(family, **extra)
-    learner = make_learner(model.double() if family == "gpt2" else model, config)
-    rollout = ragged(model, widths, config.num_generations)
-    chance = torch.Generator().manual_seed(2)
-    N = len(rollout.input_ids)
-    advantages = torch.randn(N, generator=chance, dtype=model.dtype)
-    noise = torch.randn(rollout.logprobs.shape, generator=chance, dtype=model.dtype)
-    rollout.logprobs += 1e-3 * noise * rollout.completion_mask  # a sampler that is slightly off
-    ref = rollout.logprobs + 0.5 * noise.flip(0)
-    return learner, rollout, advantages, ref if config.beta else None
-
-
-def small(**settings):
-    return GRPOConfig(**{"num_generations": 4, "prompts_per_step": 4, "max_completion_length": 9,
-                         "learning_rate": 3e-3, "warmup_steps": 0, "temperature": 0.8, **settings})
-
-
-@pytest.mark.parametrize("loss_type, extra", [
-    *[(loss_type, extra) for loss_type in LOSSES for extra in (
-        {"num_iterations": 2, "num_mini_batches": 2, "learning_rate": 0.01},
-        {"mask_truncated_completions": True, "num_mini_batches": 3, "entropy_bonus": 0.3})],
-    ("grpo", {}), ("dapo", {"beta": 0.0}), ("dr_grpo", {"entropy_bonus": 0.3, "beta": 0.0}),
-    ("dapo", {"num_iterations": 3, "max_grad_norm": 0.1, "epsilon": 0.05, "epsilon_high": 0.01}),
-    ("grpo", {"importance_sampling_level": "sequence", "num_iterations": 2,
-              "use_bias_correction_kl": True}),
-    ("dr_grpo", {"kl_penalty_type": "mse", "num_iterations": 2})])
-def test_update_against_the_slow_way(loss_type, extra):
-    """Weights and metrics after whole updates, whatever the micro-batches (trap 18)."""
-    config = small(loss_type=loss_type, num_generations=2, **extra)
-    learner, rollout, advantages, ref = world(config)
-    start = copy.deepcopy(learner.model)
-    torch.manual_seed(11)
-    wanted = slow_update(learner.model, rollout, advantages, ref, config)
-    target = weights_of(learner.model)
-    moved = (target - weights_of(start)).abs().max().item()
-    assert moved > 1e-3
-    for budget in (1, 12, 10**6):
-        config.tokens_per_micro_batch = budget
-        learner = make_learner(copy.deepcopy(start), config)
-        torch.manual_seed(11)
-        metrics = update(learner, rollout, advantages, ref, config)
-        assert (weights_of(learner.model) - target).abs().max().item() < 1e-6 * moved
-        for name, value in wanted.items():
-            assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-        assert metrics["skipped_updates"] == 0
-
-
-@pytest.mark.parametrize("loss_type", LOSSES)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_accumulated_gradient_is_that_of_the_whole_batch(loss_type, checkpointing):
-    """In float64, with ratios away from 1, from one token a micro-batch to all at once."""
-    config = small(loss_type=loss_type, num_generations=2, gradient_checkpointing=checkpointing)
-    learner, rollout, advantages, ref = world(config)
-    old = rollout.logprobs + 0.2 * torch.randn(rollout.logprobs.shape, dtype=torch.float64,
-                                               generator=torch.Generator().manual_seed(0))
-    mask, T = rollout.completion_mask, rollout.completion_mask.shape[1]
-    now = slow_logprobs(learner.model, rollout.input_ids, rollout.attention_mask, T, 0.8)[0]
-    learner.model.zero_grad()
-    loss, _ = grpo_loss(now, old, ref, advantages, mask, **settings_of(config))
-    loss.backward()
-    wanted = grads_of(learner.model)
-    divisor = {"grpo": 8, "dapo": int(mask.sum()), "dr_grpo": 8 * 9}[loss_type]
-    for budget in (1, 12, 25, 10**6):
-        learner.budget = budget
-        accumulate(learner, rollout, range(4), advantages, old, ref,
-                   {**settings_of(config), "divisor": divisor}, config)
-        assert close(grads_of(learner.model), wanted, 1e-10)
-
-
-@pytest.mark.parametrize("budget", [1, 8, 17, 30, 64, 120, 500])
-@pytest.mark.parametrize("longest", [1, 9, 30])
-def test_micro_batches_hold_every_row_once_and_keep_to_the_budget(budget, longest):
-    model, G = tiny_model(), 6
-    rollout = ragged(model, (3, 12, 1, 5, 5), G, longest=longest)
-    groups, lengths = [0, 1, 3, 4], rollout.completion_mask.sum(dim=1)  # group 2 is not asked for
-    P = rollout.input_ids.shape[1] - rollout.completion_mask.shape[1]
-    widths = rollout.attention_mask[:, :P].sum(dim=1)
-    rows_seen, largest_first = [], []
-    for rows, k in micro_batches(rollout, groups, G, budget):
-        rows_seen += rows
-        assert G % k == 0 and len(rows) % k == 0
-        assert all(row // G == rows[j - j % k] // G for j, row in enumerate(rows))  # one prompt
-        # k rows share one prompt, and all such pieces are padded to the largest of them.
-        sizes = [int(widths[rows[i]] + lengths[rows[i : i + k]].sum())
-                 for i in range(0, len(rows), k)]
-        assert len(sizes) * max(sizes) <= budget or len(sizes) == 1
-        assert min(sizes) >= 0.8 * max(sizes)  # so at most a fifth is padding
-        assert k == G or any(k < more <= G and G % more == 0 and more * lengths.max() > budget
-                             for more in range(G + 1))
-        largest_first.append(max(sizes))
-    assert sorted(rows_seen) == [g * G + i for g in groups for i in range(G)]
-    assert largest_first == sorted(largest_first, reverse=True)
-
-
-def shapes_through(model):
-    """The shapes of the ids that go through the trunk from here on."""
-    shapes = []
-    model.base_model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(
-            tuple((args[0] if args else kwargs["input_ids"]).shape)), with_kwargs=True)
-    model.head_gives_logits = True  # that comparison would be in the list too
-    return shapes
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_prompts_go_through_the_model_once_and_padding_not_at_all(checkpointing):
-    """Four groups of 4: so many tokens as there are, each group's prompt counted once."""
-    config = small(gradient_checkpointing=checkpointing)
-    learner, _, advantages, _ = world(config)
-    rollout = ragged(learner.model, (5, 5, 5, 5), lengths=[3, 1, 9, 2] * 4)
-    shapes = shapes_through(learner.model)
-    update(learner, rollout, advantages, None, config)
-    assert shapes == [(4, 5 + 3 + 1 + 9 + 2)]
-
-
-def test_like_sizes_go_together():
-    """Six short groups beside six long ones: no padding, in whatever order they come."""
-    model, G = tiny_model(), 2
-    lengths = [n for _ in range(6) for n in (2, 2, 20, 20)]
-    rollout = ragged(model, (4,) * 12, G, lengths=lengths)
-    parts = [rows for rows, _ in micro_batches(rollout, range(12), G, 10**6)]
-    assert [len(rows) for rows in parts] == [12, 12]
-    assert all(lengths[row] == 20 for row in parts[0])
-
-
-@pytest.mark.parametrize("family, extra", [
-    ("qwen2", dict(use_sliding_window=True, max_window_layers=0)), ("mistral", {})])
-def test_models_with_windows_are_scored_row_by_row(family, extra):
-    """The tree's mask knows of no window: where a layer has one, the plain pass is taken."""
-    model = tiny_model(family, sliding_window=4, **extra)
-    assert model.config.sliding_window == 4
-    rollout = ragged(model, (9, 6))
-    shapes, T = shapes_through(model), rollout.completion_mask.shape[1]
-    fast = token_logprobs(model, rollout.input_ids, rollout.attention_mask, T, num_generations=4)
-    assert shapes == [(8, 9 + T)]
-    slow = slow_logprobs(model, rollout.input_ids, rollout.attention_mask, T)[0]
-    torch.testing.assert_close(fast, slow.float(), atol=3e-5, rtol=0)
-    model.config.sliding_window, model.config.layer_types = None, ["full_attention"] * 2
-    wrong = token_logprobs(model, rollout.input_ids, rollout.attention_mask, T, num_generations=4)
-    assert (wrong - fast).abs().max() > 0.01  # the window matters here
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_answers_of_a_tree_do_not_see_each_other(attention):
-    """Whatever one answer says, and however many there are, the others' scores stay."""
-    model = tiny_model(attn_implementation=attention)
-    rollout = ragged(model, (5, 3), G=4)
-    ids, mask, T = rollout.input_ids, rollout.attention_mask, rollout.completion_mask.shape[1]
-    before = token_logprobs(model, ids, mask, T, num_generations=4)
-    changed = ids.clone()
-    changed[2, -T:] = 7 + torch.arange(T)
-    after = token_logprobs(model, changed, mask, T, num_generations=4)
-    others = [0, 1, 3, 4, 5, 6, 7]
-    torch.testing.assert_close(after[others], before[others], atol=2e-5, rtol=0)
-    assert (after[2] - before[2]).abs().max() > 0.1
-
-
-def test_entropies_for_the_log_alone_cost_no_gradient():
-    model = tiny_model()
-    rollout = ragged(model)
-    ids, mask, T = rollout.input_ids, rollout.attention_mask, rollout.completion_mask.shape[1]
-    both = [token_logprobs(model, ids, mask, T, return_entropy=True, entropy_gradient=wanted)
-            for wanted in (True, False)]
-    assert torch.equal(both[0][1], both[1][1]) and not both[1][1].requires_grad
-    assert both[0][1].requires_grad and both[1][0].requires_grad
-
-
-@pytest.mark.parametrize("mini_batches", [1, 4])
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_rows_left_out_at_beta_zero_change_nothing(loss_type, mini_batches):
-    """Groups without variance are not computed; a beta of 1e-30 makes them computed. Two steps,
-    so that Adam's averages count: an update in which nothing is left moves the weights too."""
-    outcomes = []
-    for beta in (0.0, 1e-30):
-        config = small(loss_type=loss_type, beta=beta, num_mini_batches=mini_batches)
-        learner, rollout, advantages, ref = world(config)
-        advantages[4:8] = 0  # groups 1 and 3 are flat
-        advantages[12:] = 0
-        advantages[0] = 0  # a single row is not a group
-        rows = []
-        learner.model.lm_head.register_forward_hook(lambda m, a, out: rows.append(len(out)))
-        learner.model.head_gives_logits = True
-        torch.manual_seed(0)
-        for _ in range(2):
-            metrics = update(learner, rollout, advantages, ref, config)
-        adam = torch.cat([x.double().flatten() for weight in learner.weights
-                          for x in learner.optimizer.state[weight].values()])
-        outcomes.append((weights_of(learner.model), adam, sum(rows)))
-        assert metrics["grad_norm"] > 0
-    for a, b in zip(outcomes[0][:2], outcomes[1][:2]):
-        assert close(a, b, 1e-9)
-    assert outcomes[0][2] < 0.7 * outcomes[1][2]  # and it was worth it
-
-
-@pytest.mark.parametrize("extra", [{}, {"num_iterations": 2, "num_mini_batches": 2},
-                                   {"loss_type": "dapo"}, {"mask_truncated_completions": True}])
-def test_a_batch_of_flat_groups_moves_no_weight(extra):
-    """Also: AdamW must not decay the weights, for decay would move them without any gradient."""
-    config = small(beta=0.0, **extra)
-    learner, rollout, advantages, _ = world(config, "qwen2")
-    before = weights_of(learner.model)
-    metrics = update(learner, rollout, advantages * 0, None, config)
-    assert torch.equal(weights_of(learner.model), before)
-    assert all(math.isfinite(value) for value in metrics.values())
-    assert metrics["loss"] == metrics["entropy"] == metrics["grad_norm"] == metrics["kl"] == 0
-
-
-def test_all_answers_cut_off_and_masked_teach_nothing():
-    config = small(beta=0.0, mask_truncated_completions=True, loss_type="dapo")
-    learner, rollout, advantages, _ = world(config, "qwen2")
-    rollout.truncated[:] = True
-    before = weights_of(learner.model)
-    metrics = update(learner, rollout, advantages, None, config)
-    assert torch.equal(weights_of(learner.model), before)
-    assert all(math.isfinite(value) for value in metrics.values())
-
-
-def watch_updates(monkeypatch):
-    """Metrics of every single update, and not only their means over the step."""
-    seen, real = [], grpo.grpo_loss
-
-    @functools.wraps(real)
-    def spy(*args, **kwargs):
-        loss, metrics = real(*args, **kwargs)
-        seen.append({**metrics, "logprobs": args[0].detach(), "old": args[1], "mask": args[4]})
-        return loss, metrics
-
-    spy.__kwdefaults__ = real.__kwdefaults__
-    monkeypatch.setattr(grpo, "grpo_loss", spy)
-    return seen
-
-
-@pytest.mark.parametrize("extra", [{"num_iterations": 3}, {"num_mini_batches": 4},
-                                   {"num_iterations": 3, "gradient_checkpointing": True}])
-def test_old_log_probs_stay_those_of_the_sampling_policy(extra, monkeypatch):
-    """First update: ratio exactly 1. Later ones: not 1, and at a large step the clip acts."""
-    config = small(learning_rate=0.02, **extra)
-    learner, rollout, advantages, ref = world(config, "qwen2")
-    seen = watch_updates(monkeypatch)
-    metrics = update(learner, rollout, advantages, ref, config)
-    exactly = 0 if extra == {"num_iterations": 3} else 1e-5  # otherwise another shape, so rounding
-    assert seen[0]["ratio_max"] == pytest.approx(1, abs=exactly) and seen[0]["clip_fraction"] == 0
-    if "num_iterations" in extra:
-        parts = len(seen) // 3  # micro-batches in each of three passes
-        for i in range(parts):
-            old = [x["old"] for x in seen[i::parts]]
-            assert len(old) == 3 and all(torch.equal(x, old[0]) for x in old)
-            mask = seen[i]["mask"]
-            torch.testing.assert_close(old[0][mask], seen[i]["logprobs"][mask])
-        seen = seen[parts - 1 :]
-    assert all(x["ratio_max"] > 1.05 and x["clip_fraction"] > 0 for x in seen[1:])
-    assert metrics["clip_fraction"] > 0
-    assert metrics["ratio_max"] == max(x["ratio_max"] for x in seen)
-
-
-@pytest.mark.parametrize("family, extra", [("qwen2", {"attention_dropout": 0.4}),
-                                           ("gpt2", {"resid_pdrop": 0.4, "attn_pdrop": 0.4})])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("iterations", [1, 2])
-def test_dropout_does_not_disturb_a_step(family, extra, checkpointing, iterations, monkeypatch):
-    """A model in train mode, as from_config gives one: no dropout in either side of the ratio."""
-    config = small(num_iterations=iterations, learning_rate=0.0, prompts_per_step=2,
-                   gradient_checkpointing=checkpointing)
-    model = tiny_model(family, **extra).train()
-    learner, seen = make_learner(model, config), watch_updates(monkeypatch)
-    questions = question_stream([{"prompt": prompt} for prompt in PROMPTS], 0)
-    for _ in range(2):
-        metrics = train_step(learner, tiny_tokenizer(), questions, count_words, config)
-        assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
-        assert metrics["sampler_gap"] < 1e-5
-    assert all(x["ratio_max"] == pytest.approx(1.0, abs=1e-5) for x in seen)
-
-
-def test_checkpointing_that_the_user_switched_on(monkeypatch):
-    """On the model and not in the config: the update must notice, for it turns the cache off."""
-    config = small(prompts_per_step=2, num_iterations=2, learning_rate=0.0)
-    model = tiny_model()
-    model.gradient_checkpointing_enable()
-    learner = make_learner(model.train(), config)
-    questions = question_stream([{"prompt": prompt} for prompt in PROMPTS], 0)
-    metrics = train_step(learner, tiny_tokenizer(), questions, count_words, config)
-    assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5) and metrics["sampler_gap"] < 1e-5
-
-
-def count_words(prompts, completions, **columns):
-    """A reward that differs from answer to answer."""
-    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [float(sum(map(len, text.split()))) / 10 for text in texts]
-
-
-def test_only_the_policy_changes_and_beta_zero_makes_no_reference(monkeypatch):
-    config = small(prompts_per_step=2, learning_rate=1e-2)
-    learner = make_learner(tiny_model().train(), config)
-    before, ref_before = weights_of(learner.model), weights_of(learner.reference)
-    assert torch.equal(before, ref_before)
-    questions = question_stream([{"prompt": prompt} for prompt in PROMPTS], 0)
-    first = train_step(learner, tiny_tokenizer(), questions, count_words, config)
-    second = train_step(learner, tiny_tokenizer(), questions, count_words, config)
-    assert torch.equal(weights_of(learner.reference), ref_before)
-    assert not torch.equal(weights_of(learner.model), before)
-    assert not learner.reference.training  # no dropout in it
-    assert not any(p.requires_grad for p in learner.reference.parameters())
-    assert first["kl"] == pytest.approx(0, abs=1e-9) and second["kl"] > 1e-4
-
-    model, config = tiny_model(), small(beta=0.0, prompts_per_step=2)
-    monkeypatch.setattr(copy, "deepcopy", lambda *_: pytest.fail("a copy at beta = 0"))
-    learner = make_learner(model, config)
-    assert learner.reference is None
-    metrics = train_step(learner, tiny_tokenizer(), questions, count_words, config)
-    assert metrics["kl"] == 0 and metrics["grad_norm"] > 0
-
-
-def test_the_kl_of_a_step_is_that_to_the_reference():
-    """At the sampling temperature, over all tokens, between the policy as it is and as it was."""
-    config = small(prompts_per_step=3, learning_rate=0.0, temperature=0.7,
-                   tokens_per_micro_batch=20)
-    learner = make_learner(tiny_model(), config)
-    for weight in learner.weights:
-        weight.data += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-    captured, real = [], grpo.update
-    grpo.update = lambda *args: captured.append(args) or real(*args)
-    try:
-        questions = question_stream([{"prompt": prompt} for prompt in PROMPTS], 0)
-        metrics = train_step(learner, tiny_tokenizer(), questions, count_words, config)
-    finally:
-        grpo.update = real
-    rollout, ref = captured[0][1], captured[0][3]
-    ids, T = rollout.input_ids, rollout.completion_mask.shape[1]
-    wanted = slow_logprobs(learner.reference, ids, rollout.attention_mask, T, 0.7)[0].float()
-    real_tokens = rollout.completion_mask
-    torch.testing.assert_close(ref[real_tokens], wanted[real_tokens], atol=2e-5, rtol=0)
-    mean = k3_kl(rollout.logprobs, wanted)[real_tokens].mean().item()
-    assert metrics["kl"] == pytest.approx(mean, rel=1e-3) and mean > 1e-3
-
-
-@pytest.mark.parametrize("limit", [0.01, 1e9])
-def test_gradients_are_clipped_to_the_limit(limit):
-    config = small(max_grad_norm=limit)
-    learner, rollout, advantages, ref = world(config, "qwen2")
-    metrics = update(learner, rollout, advantages, ref, config)
-    left = grads_of(learner.model).norm().item()
-    assert metrics["grad_norm"] > 0.1  # logged before it is cut
-    assert left == pytest.approx(min(limit, metrics["grad_norm"]), rel=1e-3)
-
-
-def test_an_update_that_is_not_finite_is_skipped_and_the_third_in_a_row_is_an_error():
-    config = small()
-    learner, rollout, advantages, ref = world(config, "qwen2")
-    before = weights_of(learner.model)
-    broken = ref.clone()
-    broken[5, 0] = math.nan
-    for count in (1, 2):
-        metrics = update(learner, rollout, advantages, broken, config)
-        assert torch.equal(weights_of(learner.model), before) and learner.failed == count
-        assert metrics["skipped_updates"] == 1 and all(map(math.isfinite, metrics.values()))
-    update(learner, rollout, advantages, ref, config)  # one that succeeds begins the count anew
-    assert learner.failed == 0 and not torch.equal(weights_of(learner.model), before)
-    for _ in range(2):
-        update(learner, rollout, advantages, broken, config)
-    with pytest.raises(FloatingPointError, match="nan"):
-        update(learner, rollout, advantages, broken, config)
-
-
-def test_too_little_memory_halves_the_micro_batches():
-    learner, asked = types.SimpleNamespace(budget=1000), []
-
-    def work(learner, room):
-        asked.append(learner.budget)
-        if learner.budget > room:
-            raise torch.OutOfMemoryError("too much")
-        return "done"
-
-    assert fit_memory(work, learner, 300) == "done" and asked == [1000, 500, 250]
-    assert fit_memory(work, learner, 300) == "done" and learner.budget == 250  # it stays
-    with pytest.raises(RuntimeError, match="memory"):
-        fit_memory(work, learner, 0)
-    with pytest.raises(KeyError):  # other errors are not its business
-        fit_memory(lambda learner: {}["x"], learner)
-
-
-# ------------------------------------------------------------------------------------------------
-# Precision
-# ------------------------------------------------------------------------------------------------
-
-
-def test_bfloat16_weights_become_float32_masters():
-    """Traps 8, 11 and 12: transformers loads in bfloat16; buffers are none of our business."""
-    model = tiny_model().bfloat16()
-    inv_freq = model.model.rotary_emb.inv_freq = torch.linspace(0, 1, 4)
-    model.register_buffer("table", torch.ones(3, dtype=torch.bfloat16))
-    rounded = weights_of(model)
-    for parameter in itertools.islice(model.parameters(), 1):
-        parameter.requires_grad_(False)  # and what is frozen stays frozen
-    learner = make_learner(model, small())
-    assert all(p.dtype == torch.float32 for p in model.parameters())
-    assert torch.equal(weights_of(model), rounded)
-    assert model.model.rotary_emb.inv_freq is inv_freq and model.table.dtype == torch.bfloat16
-    wanted = [p for p in model.parameters() if p.requires_grad]
-    assert len(wanted) == len(list(model.parameters())) - 1
-    for got in (learner.weights, learner.parameters, learner.optimizer.param_groups[0]["params"]):
-        assert len(got) == len(wanted) and all(a is b for a, b in zip(got, wanted))
-    assert learner.optimizer.param_groups[0]["weight_decay"] == 0
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    with pytest.raises(ValueError, match="empty parameter list"):
-        make_learner(model, small())
-
-
-def gpu_learner(config, monkeypatch):
-    """The learner that a GPU with bfloat16 gets, on the CPU."""
-    model = tiny_model()
-    with monkeypatch.context() as pretend:
-        pretend.setattr(type(model), "device", property(lambda self: torch.device("cuda")))
-        pretend.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-        return make_learner(model, config)
-
-
-def test_master_weights_take_steps_that_bfloat16_cannot(monkeypatch):
-    config = small(learning_rate=1e-6, tokens_per_micro_batch=30)
-    learner = gpu_learner(config, monkeypatch)
-    rotary = learner.model.model.rotary_emb.inv_freq
-    assert rotary.dtype == torch.float32
-    assert torch.equal(rotary, tiny_model().model.rotary_emb.inv_freq)
-    assert all(p.dtype == torch.bfloat16 for p in learner.model.parameters())
-    assert all(p.dtype == torch.bfloat16 for p in learner.reference.parameters())
-    assert all(w.dtype == torch.float32 for w in learner.weights)
-    before = [w.clone() for w in learner.weights]
-    exact, rollout, advantages, ref = world(config, "qwen2")
-    for _ in range(3):
-        update(learner, rollout, advantages, ref, config)
-    moved = torch.cat([(w - b).abs().flatten() for w, b in zip(learner.weights, before)])
-    assert (moved > 1e-6).double().mean() > 0.9  # three steps of 1e-6, nearly everywhere
-    for parameter, weight in zip(learner.parameters, learner.weights):
-        assert torch.equal(parameter, weight.bfloat16()) and parameter.grad is None
-    # In bfloat16 itself, hardly any of that would have been seen.
-    changed = torch.cat([(w.bfloat16() != b.bfloat16()).flatten()
-                         for w, b in zip(learner.weights, before)])
-    assert changed.double().mean() < 0.2
-
-
-def test_gradients_in_bfloat16_add_up_in_the_masters(monkeypatch):
-    """Of all micro-batches, each once; also when one of them ran out of memory half-way."""
-    exact, rollout, advantages, ref = world(small(max_grad_norm=1e9), "qwen2")
-    update(exact, rollout, advantages, ref, small(max_grad_norm=1e9))
-    wanted, got = grads_of(exact.model), []
-    for budget in (32, 64):
-        config = small(max_grad_norm=1e9, tokens_per_micro_batch=budget)
-        learner = gpu_learner(config, monkeypatch)
-        if budget == 64:  # fails, and goes on with 32
-            passes = []
-
-            def out_of_memory(grad):
-                passes.append(1)
-                if len(passes) == 3:  # others have their gradient already
-                    raise torch.OutOfMemoryError("in the middle of a backward pass")
-
-            learner.model.model.layers[0].mlp.down_proj.weight.register_hook(out_of_memory)
-        update(learner, rollout, advantages, ref, config)
-        got.append(torch.cat([w.grad.flatten().double() for w in learner.weights]))
-        assert learner.budget == 32 and (got[-1] - wanted).norm() < 0.4 * wanted.norm()
-    assert torch.equal(got[0], got[1])
-
-
-# ------------------------------------------------------------------------------------------------
-# The step and the loop
-# ------------------------------------------------------------------------------------------------
-
-NAMES = {"step", "loss", "reward_mean", "reward_std", "kl", "clip_fraction", "ratio_max",
-         "entropy", "grad_norm", "learning_rate", "completion_length", "truncated_fraction",
-         "sampler_gap", "zero_variance_fraction", "sample_seconds", "update_seconds",
-         "tokens_per_second"}
-
-
-@pytest.mark.parametrize("extra", [
-    {}, {"beta": 0.0}, {"num_iterations": 2, "num_mini_batches": 2},
-    {"gradient_checkpointing": True},
-    {"loss_type": "dr_grpo", "scale_rewards": False, "beta": 0.0}, {"dynamic_sampling": 2}])
-def test_metrics_are_complete_and_finite(extra):
-    rows = [{"prompt": prompt} for prompt in PROMPTS]
-    config = small(steps=2, prompts_per_step=3, **extra)
-    for metrics in train(tiny_model(), tiny_tokenizer(), rows, count_words, config):
-        assert NAMES <= set(metrics)
-        assert all(isinstance(x, (int, float)) and math.isfinite(x) for x in metrics.values())
-        assert metrics["sampler_gap"] < 1e-5 and 0 < metrics["entropy"] < math.log(VOCABULARY)
-        assert metrics["tokens_per_second"] > 0 and metrics["sample_seconds"] > 0
-
-
-def test_metrics_of_a_batch_without_variance():
-    """At beta = 0 nothing is left to learn from: zeros, not NaN, and no weight moves."""
-    model, rows = tiny_model(), [{"prompt": prompt} for prompt in PROMPTS]
-    before = weights_of(model)
-
-    def always_the_same(completions, **_):
-        return [0.1 + 0.2] * len(completions)
-
-    config = small(steps=1, beta=0.0, prompts_per_step=3)
-    flat = train(model, tiny_tokenizer(), rows, always_the_same, config)[0]
-    assert torch.equal(weights_of(model), before)
-    assert all(math.isfinite(x) for x in flat.values()) and NAMES <= set(flat)
-    assert flat["zero_variance_fraction"] == 1 and flat["reward_std"] == pytest.approx(0)
-    assert flat["entropy"] == flat["sampler_gap"] == flat["ratio_max"] == flat["grad_norm"] == 0
-    assert flat["completion_length"] > 0 and flat["reward_mean"] == pytest.approx(0.3)
-
-
-def step_with_rewards(rewards, **extra):
-    """One step on questions of one group each, with these rewards (B, G)."""
-    B, G = len(rewards), len(rewards[0])
-    config = small(prompts_per_step=B, num_generations=G, **extra)
-    learner = make_learner(tiny_model(), config)
-    questions = question_stream([{"prompt": f"w{i}"} for i in range(B)], 0)
-    flat = [r for group in rewards for r in group]
-    torch.manual_seed(2)
-    metrics = train_step(learner, tiny_tokenizer(), questions, lambda **_: flat, config)
-    return learner, metrics
-
-
-def test_metrics_say_what_they_say():
-    rewards = [[1.5, 1.5, 0.5, 0.5], [0.5, 0.5, 0.5, 0.5], [0.0, 0.0, 0.0, 1.5]]
-    learner, metrics = step_with_rewards(rewards, max_completion_length=3)
-    flat = torch.tensor(rewards, dtype=torch.float64)
-    assert metrics["reward_mean"] == pytest.approx(flat.mean().item())
-    assert metrics["reward_std"] == pytest.approx(flat.std(correction=0).item())
-    assert metrics["zero_variance_fraction"] == pytest.approx(1 / 3)
-    assert metrics["questions_seen"] == learner.questions_seen == 3
-    rows, sampled, scores, advantages = learner.last
-    texts = sampled.texts
-    assert [row["prompt"] for row in rows] != [] and len(texts) == 12
-    assert scores.tolist() == rewards
-    root3 = 3**0.5
-    wanted = [[1, 1, -1, -1], [0] * 4, [-1 / root3, -1 / root3, -1 / root3, root3]]
-    torch.testing.assert_close(advantages.double(), torch.tensor(wanted).double())
-    assert 1 <= metrics["completion_length"] <= 3 and 0 < metrics["truncated_fraction"] < 1
-
-
-@pytest.mark.parametrize("mask_them", [False, True])
-def test_cut_off_answers_stay_in_the_statistics_of_their_group(mask_them, monkeypatch):
-    """Trap 20. Out of the loss, but their reward still counts in mean and std, and they in N."""
-    seen = watch_updates(monkeypatch)
-    rewards = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 3.0]]
-    learner, metrics = step_with_rewards(rewards, max_completion_length=4,
-                                         mask_truncated_completions=mask_them, beta=0.0)
-    assert 0 < metrics["truncated_fraction"] < 1
-    wanted = group_advantages(torch.tensor(rewards))
-    torch.testing.assert_close(learner.last[3].float(), wanted)
-    rows = sum(int(x["mask"].any(dim=1).sum()) for x in seen)
-    assert rows == (round(8 * (1 - metrics["truncated_fraction"])) if mask_them else 8)
-
-
-@pytest.mark.parametrize("schedule, wanted", [
-    ("linear", [1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4]),
-    ("constant_with_warmup", [1 / 3, 2 / 3, 1, 1, 1, 1]),
-    ("cosine", [1 / 3, 2 / 3, 1] + [0.5 + 0.5 * math.cos(math.pi * i / 4) for i in (1, 2, 3)])])
-def test_learning_rate_warms_up_and_decays(schedule, wanted):
-    """The first step is not made at rate 0, nor the last."""
-    config = small(steps=6, warmup_steps=3, learning_rate=1e-3, prompts_per_step=1, beta=0.0,
-                   max_completion_length=1, lr_scheduler_type=schedule)
-    metrics = train(tiny_model(), tiny_tokenizer(), [{"prompt": "w1"}], count_words, config)
-    assert [m["learning_rate"] for m in metrics] == pytest.approx([1e-3 * x for x in wanted])
-
-
-def test_the_rate_of_the_schedule_is_the_one_that_moves_the_weights():
-    """Adam's first step is as long as the rate: so the weights tell which one it was."""
-    config = small(steps=1, warmup_steps=4, learning_rate=4e-3, prompts_per_step=2)
-    model = tiny_model()
-    before = weights_of(model)
-    train(model, tiny_tokenizer(), [{"prompt": "w1"}], count_words, config)
-    assert (weights_of(model) - before).abs().max().item() == pytest.approx(1e-3, rel=1e-2)
-
-
-@pytest.mark.parametrize("rows", [1, 3, 10])
-def test_questions_come_once_per_epoch_in_a_new_order(rows):
-    stream = question_stream(list(range(rows)), seed=7)
-    epochs = [list(itertools.islice(stream, rows)) for _ in range(6)]
-    assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
-    if rows == 10:
-        assert len({tuple(epoch) for epoch in epochs}) == 6 and list(range(10)) not in epochs
-        other = question_stream(list(range(rows)), seed=8)
-        assert list(itertools.islice(other, rows)) != epochs[0]
-    flat = sum(epochs, [])
-    for seen in range(2 * rows + 2):  # `seen` goes on exactly where a run stopped
-        rest = question_stream(list(range(rows)), seed=7, seen=seen)
-        assert list(itertools.islice(rest, 2 * rows)) == flat[seen : seen + 2 * rows]
-
-
-def test_a_data_set_smaller_than_a_step():
-    config = small(prompts_per_step=5, steps=3)
-    seen = []
-
-    def reward(prompts, completions, **_):
-        seen.append(prompts[::4])
-        return [0.0] * len(completions)
-
-    rows = [{"prompt": "w1"}, {"prompt": "w2"}]
-    metrics = train(tiny_model(), tiny_tokenizer(), rows, reward, config)
-    assert [m["questions_seen"] for m in metrics] == [5, 10, 15]
-    flat = sum(seen, [])
-    assert all(set(flat[i : i + 2]) == {"w1", "w2"} for i in range(0, 14, 2))
-
-
-@pytest.mark.parametrize("chats", [False, True])
-def test_reward_functions_are_called_as_trl_calls_them(chats):
-    tokenizer, calls = tiny_tokenizer("<eos>"), []
-    prompts = [[{"role": "user", "content": p}] for p in PROMPTS] if chats else PROMPTS
-    dataset = [{"prompt": p, "answer": f"a{i}", "level": i} for i, p in enumerate(prompts)]
-    config = small(prompts_per_step=3, max_completion_length=5, num_generations=4)
-
-    def reward(prompts, completions, completion_ids, answer, **columns):
-        calls.append((prompts, completions, completion_ids, answer, columns))
-        return list(range(12))
-
-    model = tiny_model()
-    model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY))
-    model.lm_head.bias.data[EOS] = 5.0  # ends often
-    learner = make_learner(model, config)
-    train_step(learner, tokenizer, question_stream(dataset, 0), reward, config)
-    rows, sampled, rewards, _ = learner.last
-    texts = sampled.texts
-    asked, completions, completion_ids, answers, columns = calls[0]
-    # Group-major: each row of the data set G times, one after the other.
-    assert asked == [row["prompt"] for row in rows for _ in range(4)]
-    assert answers == [row["answer"] for row in rows for _ in range(4)]
-    assert columns == {"level": [row["level"] for row in rows for _ in range(4)]}
-    assert sorted(row["level"] for row in rows) == [0, 1, 2]
-    assert completions == ([[{"role": "assistant", "content": text}] for text in texts] if chats
-                           else texts)
-    assert rewards.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    # The ids as they were drawn, the end token included, although it is the padding too.
-    assert [tokenizer.decode(ids, skip_special_tokens=True) for ids in completion_ids] == texts
-    for ids in completion_ids:
-        assert 1 <= len(ids) <= 5 and all(i not in (END, EOS) for i in ids[:-1])
-        assert len(ids) == 5 or ids[-1] in (END, EOS)
-    assert any(ids[-1] == EOS for ids in completion_ids)
-
-
-@pytest.mark.parametrize("gives, said", [
-    (lambda n: [0.0] * (n - 1), "4"), (lambda n: [0.0] * (n + 1), "4"), (lambda n: None, "None"),
-    (lambda n: torch.zeros(n), "tensor"), (lambda n: 1.0, "1.0"), (lambda n: "0000", "0000"),
-    (lambda n: [0.0, math.nan, 0.0, 0.0], "nan at place 1"),
-    (lambda n: [0.0, 0.0, 0.0, -math.inf], "-inf at place 3"),
-    (lambda n: [0.0, 0.0, None, 0.0], "None at place 2"),
-    (lambda n: ["1.0", 0.0, 0.0, 0.0], "'1.0' at place 0"),
-    (lambda n: [0.0, 0.0, [1.0], 0.0], "at place 2"), (lambda n: 1 / 0, "ZeroDivisionError")])
-def test_bad_rewards_are_refused_with_the_place_and_the_name(gives, said):
-    rollout = ragged(tiny_model(), (2, 3), 2)
-
-    def my_reward(completions, **_):
-        return gives(len(completions))
-
-    with pytest.raises(ValueError, match="my_reward") as error:
-        score_rewards(my_reward, [{"prompt": "w1"}, {"prompt": "w2"}], rollout, 2)
-    assert said in str(error.value)
-
-
-def test_good_rewards_of_every_kind_are_taken():
-    rollout = ragged(tiny_model(), (2, 3), 2)
-    rows = [{"prompt": "w1"}, {"prompt": "w2"}]
-    for rewards in ([1, 0, True, False], (1.0, 0.0, 1.0, 0.0)):
-        got = score_rewards(lambda **_: rewards, rows, rollout, 2)
-        assert got.tolist() == [[1, 0], [1, 0]] and got.dtype == torch.float64
-
-
-@pytest.mark.parametrize("extra", [
-    {"loss_type": "grpo"}, {"loss_type": "dapo", "epsilon_high": 0.28}, {"num_iterations": 3},
-    {"loss_type": "dr_grpo", "scale_rewards": "none", "max_completion_length": 1},
-    {"scale_rewards": "rloo", "beta": 0.0}, {"scale_rewards": "batch", "num_mini_batches": 2},
-    {"importance_sampling_level": "sequence", "use_bias_correction_kl": True}])
-def test_a_rewarded_token_is_learned(extra):
-    """The smallest real run: five of the 60 tokens are worth 1, all the others nothing."""
-    model, tokenizer = tiny_model(initializer_range=0.1), tiny_tokenizer()
-    config = small(steps=14, learning_rate=3e-2, num_generations=16, prompts_per_step=2,
-                   temperature=1.0, **{"max_completion_length": 1, "beta": 0.001, **extra})
-
-    def reward(completions, **_):
-        return [float(text.endswith("0")) for text in completions]
-
-    rows = [{"prompt": prompt} for prompt in PROMPTS]
-    scores = [m["reward_mean"] for m in train(model, tokenizer, rows, reward, config)]
-    assert scores[0] < 0.4 and sum(scores[-3:]) / 3 > 0.9
-
-
-# ------------------------------------------------------------------------------------------------
-# The relatives
-# ------------------------------------------------------------------------------------------------
-
-
-def test_rloo_is_dr_grpo_times_a_constant():
-    """Leave-one-out baseline, written out; flat groups are exactly zero in each of the scales."""
-    rewards = torch.tensor([[1.5, 0.5, 0.0, 0.5], [0.1 + 0.2, 0.3, 0.3, 0.3],
-                            [2.0, -1.0, 0.25, 1.0]], dtype=torch.float64)
-    slow = [[r - sum(group[:i] + group[i + 1 :]) / 3 for i, r in enumerate(group)]
-            for group in rewards.tolist()]
-    slow[1] = [0.0] * 4
-    rloo, none = group_scale(rewards, "rloo"), group_scale(rewards, "none")
-    torch.testing.assert_close(rloo, torch.tensor(slow, dtype=torch.float64), atol=1e-12, rtol=0)
-    torch.testing.assert_close(rloo, none * 4 / 3, atol=1e-12, rtol=0)
-    torch.testing.assert_close(none, group_advantages(rewards, scale_rewards=False))
-    assert torch.equal(group_scale(rewards, "group"), group_advantages(rewards))
-    flat = rewards.flatten().tolist()
-    mean = sum(flat) / 12
-    std = (sum((r - mean) ** 2 for r in flat) / 12) ** 0.5
-    torch.testing.assert_close(group_scale(rewards, "batch"), none / std, atol=1e-12, rtol=0)
-    for scale in ("group", "none", "batch", "rloo"):
-        assert (group_scale(rewards, scale)[1] == 0).all()
-        assert (group_scale(torch.full((3, 4), 0.3), scale) == 0).all()
-        with pytest.raises(ValueError):
-            group_scale(torch.tensor([[1.0], [2.0]]), scale)
-
-
-@pytest.mark.parametrize("scale, wanted", [
-    ("group", [1.0, -1.0, 1.0, -1.0]), (True, [1.0, -1.0, 1.0, -1.0]),
-    ("none", [0.5, -0.5, 2.0, -2.0]), (False, [0.5, -0.5, 2.0, -2.0]),
-    ("rloo", [1.0, -1.0, 4.0, -4.0]),
-    ("batch", [x / 2.6875**0.5 for x in (0.5, -0.5, 2.0, -2.0)])])
-def test_each_scale_reaches_the_step(scale, wanted):
-    """Rewards 1, 0 and 4, 0: means 0.5 and 2, stds 0.5 and 2, and 2.6875 the variance of all."""
-    learner, _ = step_with_rewards([[1.0, 0.0], [4.0, 0.0]], scale_rewards=scale)
-    assert sum((r - 1.25) ** 2 for r in (1, 0, 4, 0)) / 4 == 2.6875
-    assert learner.last[3].flatten().tolist() == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_on_policy_without_kl_the_gradient_is_reinforce(loss_type):
-    """With weights that say how the tokens are averaged: -sum w A log pi."""
-    logprobs, _, _, advantages, mask, _ = random_tokens()
-    lengths = mask.sum(dim=1, keepdim=True)
-    weight = mask.double() / {"grpo": lengths * 6, "dapo": lengths.sum(), "dr_grpo": 42}[loss_type]
-    fast, plain = logprobs.clone().requires_grad_(), logprobs.clone().requires_grad_()
-    grpo_loss(fast, logprobs, None, advantages, mask, beta=0.0, loss_type=loss_type,
-              max_completion_length=7)[0].backward()
-    (-weight * advantages.unsqueeze(1) * plain).sum().backward()
-    torch.testing.assert_close(fast.grad, plain.grad, atol=1e-14, rtol=0)
-
-
-@pytest.mark.parametrize("level", ["sequence", "sequence_sum"])
-def test_one_ratio_for_a_whole_answer(level):
-    """All tokens of an answer share it: for "sequence" the geometric mean, or else the product."""
-    logprobs, old, _, _, mask, _ = random_tokens()
-    policy = answer_level(logprobs, old, mask, level)
-    for i in range(len(mask)):
-        ratios = (logprobs[i] - old[i]).exp()[mask[i]].tolist()
-        whole = math.prod(ratios) ** (1 / len(ratios) if level == "sequence" else 1)
-        shared = [whole] * mask.shape[1]
-        assert (policy - old).exp()[i].tolist() == pytest.approx(shared, rel=1e-12)
-    # The clip then takes the gradient of all tokens of an answer at once, or of none.
-    logprobs.requires_grad_()
-    policy = answer_level(logprobs, old, mask, level)
-    surrogate = clipped_surrogate(policy, old, torch.tensor([1, -1] * 3), 0.01)
-    surrogate[mask].sum().backward()
-    taken = logprobs.grad == 0
-    assert all(len(set(row[real].tolist())) == 1 for row, real in zip(taken, mask))
-    assert taken[mask].any() and not taken[mask].all()
-
-
-def two_policies(apart=1.0):
-    """Logits of two policies over seven tokens; the first can be differentiated."""
-    generator = torch.Generator().manual_seed(0)
-    theta = torch.randn(7, generator=generator, dtype=torch.float64)
-    ref = theta + apart * torch.randn(7, generator=generator, dtype=torch.float64)
-    return theta.requires_grad_(), ref.log_softmax(0)
-
-
-def test_kl_estimators_bias_and_variance_by_exact_summation():
-    """Sum over all tokens with their probabilities: no sampling, so exact."""
-    for apart in (0.1, 1.0, 2.0):
-        theta, ref = two_policies(apart)
-        logprobs = theta.detach().log_softmax(0)
-        p = logprobs.exp()
-        kl = (p * (logprobs - ref)).sum().item()
-        mean, variance = {}, {}
-        for name in ("kl", "abs", "mse", "low_var_kl"):
-            values = kl_estimate(logprobs.view(1, -1), ref.view(1, -1), name).squeeze(0)
-            mean[name] = (p * values).sum().item()
-            variance[name] = (p * (values - mean[name]) ** 2).sum().item()
-        assert mean["kl"] == pytest.approx(kl, abs=1e-12)  # without bias, both of them
-        assert mean["low_var_kl"] == pytest.approx(kl, abs=1e-12)
-        assert mean["abs"] > 1.2 * kl and abs(mean["mse"] - kl) > 0.01 * kl  # with bias
-        assert variance["low_var_kl"] < variance["kl"]
-        if apart == 0.1:  # k2's is small where the policies are close
-            assert mean["mse"] == pytest.approx(kl, rel=0.1)
-            assert variance["low_var_kl"] < 0.02 * variance["kl"]
-
-
-@pytest.mark.parametrize("name, correct, wanted", [
-    ("kl", False, "nothing"), ("kl", True, "reverse"), ("mse", False, "reverse"),
-    ("low_var_kl", False, "forward"), ("low_var_kl", True, "reverse")])
-def test_expected_gradients_of_the_kl_penalty(name, correct, wanted):
-    """On-policy, through grpo_loss, one token of a vocabulary of seven: k1 pulls at nothing (trap
-    17), k3 pulls along KL(ref || pi), k2 and TRL's corrected k3 along KL(pi || ref)."""
-    theta, ref = two_policies()
-    logprobs = theta.log_softmax(0)
-    tokens = logprobs.detach().view(-1, 1).requires_grad_()
-    loss, _ = grpo_loss(tokens, tokens.detach(), ref.view(-1, 1), torch.zeros(7), torch.ones(7, 1),
-                        beta=1.0, kl_penalty_type=name, use_bias_correction_kl=correct)
-    loss.backward()
-    pull = tokens.grad.squeeze(1) * 7  # of each token, were it drawn
-    (expected,) = torch.autograd.grad((logprobs.exp().detach() * pull * logprobs).sum(), theta,
-                                      retain_graph=True)
-    kl = {"reverse": (logprobs.exp() * (logprobs - ref)).sum(), "nothing": 0 * logprobs.sum(),
-          "forward": (ref.exp() * (ref - logprobs)).sum()}[wanted]
-    torch.testing.assert_close(expected, torch.autograd.grad(kl, theta)[0], atol=1e-12, rtol=0)
-
-
-def test_kl_estimates_stay_finite():
-    for name in ("kl", "abs", "mse", "low_var_kl"):
-        for gap in (0.0, 50.0, -1000.0, 1e30, -3e38):
-            logprobs = torch.full((1, 1), gap, requires_grad=True)
-            value = kl_estimate(logprobs, torch.zeros(1, 1), name)
-            value.sum().backward()
-            assert value.isfinite().all() and logprobs.grad.isfinite().all(), (name, gap)
-
-
-def test_overlong_penalty_is_the_papers():
-    """DAPO, equation 13: 0 up to L_max - L_cache, -1 beyond L_max, a line in between."""
-    cap, buffer = 20, 8
-    lengths = torch.arange(1, 24)
-    slow = [0.0 if n <= cap - buffer else -1.0 if n > cap else (cap - buffer - n) / buffer
-            for n in lengths.tolist()]
-    assert overlong_penalty(lengths, cap, buffer).tolist() == pytest.approx(slow)
-
-
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_the_entropy_bonus_pulls_along_the_entropy(loss_type):
-    """With advantages of 0 nothing else is left."""
-    config = small(loss_type=loss_type, beta=0.0, entropy_bonus=0.25, num_generations=2,
-                   max_grad_norm=1e9, learning_rate=0.0)
-    learner, rollout, advantages, _ = world(config)
-    mask = rollout.completion_mask
-    entropy = slow_logprobs(learner.model, rollout.input_ids, rollout.attention_mask,
-                            mask.shape[1], 0.8)[1]
-    learner.model.zero_grad()
-    mean = {"grpo": ((entropy * mask).sum(1) / mask.sum(1)).mean(), "dapo": entropy[mask].mean(),
-            "dr_grpo": (entropy * mask).sum() / 8 / 9}[loss_type]
-    (-0.25 * mean).backward()
-    wanted = grads_of(learner.model)
-    update(learner, rollout, advantages * 0, None, config)
-    assert close(grads_of(learner.model), wanted, 1e-10) and wanted.norm() > 1e-3
-
-
-def reward_by_ids(flat_for=()):
-    """A reward that can be recomputed from the ids, and is flat for some of the questions."""
-
-    def reward(prompts, completions, completion_ids, **columns):
-        return [0.0 if prompt in flat_for else (7 * sum(ids) % 11) / 10
-                for prompt, ids in zip(prompts, completion_ids)]
-
-    return reward
-
-
-def test_dynamic_sampling_replaces_flat_groups_and_keeps_rows_aligned(monkeypatch):
-    config = small(dynamic_sampling=20, num_generations=3, max_completion_length=6)
-    tokenizer, learner = tiny_tokenizer(), make_learner(tiny_model(), config)
-    prompts = "w1, w2 w3 w4 w5 w6, w7 w8, w9, w10 w11 w12, w13, w14 w15 w16 w17, w18".split(", ")
-    dataset = [{"prompt": p, "flat": i % 2} for i, p in enumerate(prompts)]
-    reward = reward_by_ids([row["prompt"] for row in dataset if row["flat"]])
-    captured, real = [], grpo.update
-    monkeypatch.setattr(grpo, "update", lambda *args: captured.append(args) or real(*args))
-    torch.manual_seed(4)
-    stream = question_stream(dataset, 1)
-    metrics = train_step(learner, tokenizer, stream, reward, config)
-    rows, sampled, rewards, advantages = learner.last
-    texts = sampled.texts
-    rollout = captured[0][1]
-    T = rollout.completion_mask.shape[1]
-    assert metrics["zero_variance_fraction"] == 0 and not any(row["flat"] for row in rows)
-    assert metrics["questions_seen"] == learner.questions_seen > 4
-    # The stream stands exactly where the count says.
-    following = next(question_stream(dataset, 1, learner.questions_seen))
-    assert next(stream) == following
-    assert len(rows) == 4 and rewards.shape == advantages.shape == (4, 3)
-    assert len(texts) == len(rollout.input_ids) == 12 and rollout.texts == texts
-    for i, (ids, real_mask, mask) in enumerate(
-            zip(rollout.input_ids, rollout.attention_mask.bool(), rollout.completion_mask)):
-        prompt, answer = ids[:-T][real_mask[:-T]].tolist(), ids[-T:][mask]
-        assert torch.equal(real_mask[-T:], mask)
-        assert prompt == tokenizer(rows[i // 3]["prompt"])["input_ids"]
-        assert tokenizer.decode(answer, skip_special_tokens=True) == texts[i]
-        wanted = reward([rows[i // 3]["prompt"]], [texts[i]], [answer.tolist()])
-        assert rewards[i // 3, i % 3].item() == pytest.approx(wanted[0])
-        assert rollout.truncated[i] == (answer[-1].item() not in (END, EOS))
-    torch.testing.assert_close(advantages, group_advantages(rewards))
-    torch.testing.assert_close(captured[0][2].double(), advantages.flatten(), atol=1e-6, rtol=0)
-    assert metrics["sampler_gap"] < 1e-5 and metrics["ratio_max"] == pytest.approx(1)
-
-
-def test_dynamic_sampling_is_bounded_and_off_by_default():
-    for tries, asked in ((0, 4), (3, 16)):
-        config = small(dynamic_sampling=tries, max_completion_length=2)
-        learner = make_learner(tiny_model(), config)
-        questions = question_stream([{"prompt": "w1"}, {"prompt": "w2"}], 0)
-        flat = reward_by_ids(["w1", "w2"])
-        metrics = train_step(learner, tiny_tokenizer(), questions, flat, config)
-        assert metrics["questions_seen"] == asked and metrics["zero_variance_fraction"] == 1
-    assert GRPOConfig().dynamic_sampling == 0
-
-
-def test_dynamic_sampling_leaves_good_batches_alone():
-    config = small(dynamic_sampling=5, prompts_per_step=1, num_generations=6)
-    learner = make_learner(tiny_model(), config)
-    questions = question_stream([{"prompt": "w1"}], 0)
-    train_step(learner, tiny_tokenizer(), questions, reward_by_ids(), config)
-    assert learner.questions_seen == 1
-
-
-def test_join_pads_prompts_on_the_left_and_answers_on_the_right():
-    model = tiny_model()
-    a, b = ragged(model, (3, 5), 2, longest=4), ragged(model, (8, 1), 2, seed=1, longest=9)
-    b.truncated = ~b.truncated
-    for first, second in ((a, b), (b, a)):
-        keep = [6, 7, 0, 1, 4, 5]
-        both = join(first, second, keep)
-        assert both.completion_mask.shape == (6, 9) and both.input_ids.shape == (6, 17)
-        for i, row in enumerate(keep):
-            source, j = (first, row) if row < 4 else (second, row - 4)
-            mask, old = both.completion_mask[i], source.completion_mask[j]
-            assert torch.equal(both.input_ids[i][both.attention_mask[i].bool()],
-                               source.input_ids[j][source.attention_mask[j].bool()])
-            assert torch.equal(both.logprobs[i][mask], source.logprobs[j][old])
-            assert mask.tolist() == sorted(mask.tolist(), reverse=True) and mask.sum() == old.sum()
-            assert torch.equal(both.attention_mask[i, -9:].bool(), mask)
-            assert both.texts[i] == source.texts[j] and both.truncated[i] == source.truncated[j]
-        T = both.completion_mask.shape[1]
-        scored = token_logprobs(model, both.input_ids, both.attention_mask, T, num_generations=2)
-        torch.testing.assert_close(scored, both.logprobs, atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize("settings", [
-    *[{name: value} for value in (0, -1) for name in (
-        "num_generations", "prompts_per_step", "max_completion_length", "steps", "num_iterations",
-        "num_mini_batches")],
-    *[{name: value} for value in (-0.1, math.nan, math.inf) for name in (
-        "temperature", "learning_rate", "beta", "epsilon", "epsilon_high", "max_grad_norm",
-        "entropy_bonus")],
-    *[{name: -1} for name in ("warmup_steps", "dynamic_sampling", "save_steps")],
-    {"num_generations": 1}, {"temperature": 0}, {"loss_type": "bnpo"}, {"scale_rewards": "std"},
-    {"scale_rewards": None}, {"importance_sampling_level": "token_sum"}, {"kl_penalty_type": "k3"},
-    {"lr_scheduler_type": "polynomial"}, {"num_mini_batches": 33},
-    {"beta": 0.0, "use_bias_correction_kl": True}])
-def test_config_refuses_the_impossible(settings):
-    with pytest.raises(ValueError, match=list(settings)[0]):
-        GRPOConfig(**settings)
-
-
-def test_config_has_the_documents_values_and_trls_names():
-    config = GRPOConfig()
-    assert (config.epsilon, config.beta, config.num_generations) == (0.2, 0.04, 8)
-    assert (config.loss_type, config.scale_rewards, config.num_iterations) == ("grpo", "group", 1)
-    assert (config.epsilon_high, config.importance_sampling_level) == (None, "token")
-    assert GRPOConfig(scale_rewards=True).scale_rewards == "group"
-    assert GRPOConfig(scale_rewards=False).scale_rewards == "none"
-    assert GRPOConfig(epsilon=1.5, epsilon_high=0.0, beta=0, learning_rate=0, num_mini_batches=32)
-
-
-def test_ppo_for_contrast_in_slow_arithmetic():
-    """The TD residual; and GAE, R - V with gamma = lambda = 1 and one reward, at the end."""
-    assert 1 + 0.99 * 5.5 - 5 == pytest.approx(1.445)
-
-    def gae(rewards, values, gamma, lam):
-        advantages, following = [], 0.0
-        for t in reversed(range(len(rewards))):
-            after = values[t + 1] if t + 1 < len(values) else 0.0
-            following = rewards[t] + gamma * after - values[t] + gamma * lam * following
-            advantages.insert(0, following)
-        return advantages
-
-    values = [0.3, 0.9, 0.1, 0.6]
-    assert gae([0, 0, 0, 1.5], values, 1, 1) == pytest.approx([1.5 - v for v in values])
-    # With the group's mean as every V_t that is GRPO's advantage without the std.
-    rewards = [1.5, 0.5, 0.0, 0.5]
-    mean = sum(rewards) / 4
-    ours = group_advantages(torch.tensor(rewards), scale_rewards=False).tolist()
-    assert [gae([0, 0, r], [mean] * 3, 1, 1)[1] for r in rewards] == pytest.approx(ours)
-    assert gae([0, 0, 1.5], [mean] * 3, 0.99, 0.95)[0] != pytest.approx(1.5 - mean)
-
-
-# ------------------------------------------------------------------------------------------------
-# Parity with TRL 1.16
-# ------------------------------------------------------------------------------------------------
-
-PARITY = [{"loss_type": loss_type, **extra} for loss_type in LOSSES for extra in (
-    {"beta": 0.0}, {"beta": 0.0, "epsilon_high": 0.28}, {"beta": 0.04},
-    {"beta": 0.3, "use_bias_correction_kl": True},
-    {"beta": 0.0, "importance_sampling_level": "sequence"},
-    {"beta": 0.3, "importance_sampling_level": "sequence", "use_bias_correction_kl": True},
-    {"beta": 0.04, "truncated": [1, 4]})]
-# TRL's entropy bonus is a mean over tokens whatever the loss_type is; so only "dapo" can agree.
-PARITY += [{"loss_type": "dapo", "beta": 0.0, "entropy_bonus": 0.1}]
-
-
-def our_loss_and_gradient(case, seed=0):
-    logprobs, old, ref, advantages, mask, entropies = random_tokens(seed=seed)
-    settings = {name: value for name, value in case.items() if name != "truncated"}
-    mask[case.get("truncated", [])] = False
-    logprobs.requires_grad_()
-    loss, _ = grpo_loss(logprobs, old, ref if case["beta"] else None, advantages, mask,
-                        entropies=entropies, max_completion_length=7, **settings)
-    return loss.item(), torch.autograd.grad(loss, logprobs)[0]
-
-
-def trl_loss_and_gradient(case, seed=0):
-    """TRL's own GRPOTrainer._compute_loss, on a trainer that has just what the method looks at."""
-    from trl import GRPOTrainer
-    logprobs, old, ref, advantages, mask, entropies = random_tokens(seed=seed)
-    mask[case.get("truncated", [])] = False  # done before the loss, by zeroing the mask
-    logprobs.requires_grad_()
-    trainer = types.SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, entropies, None),
-        model=types.SimpleNamespace(training=True), current_gradient_accumulation_steps=1,
-        accelerator=types.SimpleNamespace(num_processes=1, gather=lambda x: x, sync_gradients=True,
-                                          reduce=lambda x, reduction: x),
-        args=types.SimpleNamespace(
-            use_bias_correction_kl=case.get("use_bias_correction_kl", False), delta=None,
-            steps_per_generation=1),
-        importance_sampling_level=case.get("importance_sampling_level", "token"),
-        beta=case["beta"], loss_type=case["loss_type"], epsilon_low=0.2,
-        epsilon_high=case.get("epsilon_high", 0.2), max_completion_length=7,
-        entropy_coef=case.get("entropy_bonus", 0.0),
-        _entropy_bonus_enabled="entropy_bonus" in case, use_adaptive_entropy=False,
-        aux_loss_enabled=False, top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None, use_vllm=False,
-        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)))
-    ids = torch.zeros(mask.shape, dtype=torch.long)
-    inputs = dict(prompt_ids=ids[:, :1], prompt_mask=ids[:, :1] + 1, completion_ids=ids,
-                  completion_mask=mask.long(), advantages=advantages, old_per_token_logps=old,
-                  ref_per_token_logps=ref, num_items_in_batch=mask.sum())
-    loss = GRPOTrainer._compute_loss(trainer, None, inputs)
-    return loss.item(), torch.autograd.grad(loss, logprobs)[0]
-
-
-def test_loss_and_gradient_are_trls_live():
-    trl = pytest.importorskip("trl", reason="TRL 1.16 is not installed: see its figures below")
-    version = getattr(trl, "__version__", "none")
-    if not version.startswith("1.16."):
-        pytest.skip(f"the parity is with TRL 1.16, and this is {version}")
-    for case, seed in itertools.product(PARITY, range(5)):
-        (ours, our_gradient), (theirs, their_gradient) = (
-            f(case, seed) for f in (our_loss_and_gradient, trl_loss_and_gradient))
-        assert ours == pytest.approx(theirs, abs=1e-12)
-        torch.testing.assert_close(our_gradient, their_gradient, atol=1e-12, rtol=0)
-
-
-# What TRL 1.16.0 gave (torch 2.13, float64) for random_tokens(seed=0): the loss, and the gradient
-# summed over the tokens of each of the six answers.
-TRL_1_16 = [
-    [-0.31684538323329, -0.14955864314469, 0.069162277932329, 0.1443563231434,
-     -0.043616688057947, -0.20968509121771, 0.0062610278811846],
-    [-0.33009485345654, -0.14955864314469, 0.069162277932329, 0.1443563231434,
-     -0.043616688057947, -0.20968509121771, 0.0062610278811846],
-    [-0.29814860818534, -0.15202018856399, 0.072049964852397, 0.14343214984829,
-     -0.044055496135732, -0.21811455194546, 0.0048930604750778],
-    [-0.18048468155907, -0.15019437179561, 0.097980235434067, 0.14753559096399,
-     -0.04547392295528, -0.1934319533532, 0.023030670729002],
-    [-0.34748190745479, -0.21071888783901, 0.069162277932329, 0.19714594464997,
-     -0.043616688057947, -0.36813644473724, 0.0086818905971041],
-    [-0.20959270771194, -0.20505248482398, 0.097980235434067, 0.20101239249806,
-     -0.04547392295528, -0.35989217746014, 0.024589610338499],
-    [-0.019383802799715, -0.15202018856399, 0, 0.14343214984829,
-     -0.044055496135732, 0, 0.0048930604750778],
-    [-0.46091872918811, -0.24926440524115, 0.02305409264411, 0.1443563231434,
-     -0.014538896019316, -0.20968509121771, 0.010435046468641],
-    [-0.47639326546385, -0.24926440524115, 0.02305409264411, 0.1443563231434,
-     -0.014538896019316, -0.20968509121771, 0.010435046468641],
-    [-0.43835371688571, -0.25336698093998, 0.024016654950799, 0.14343214984829,
-     -0.014685165378577, -0.21811455194546, 0.0081551007917964],
-    [-0.29530644026468, -0.25032395299268, 0.032660078478022, 0.14753559096399,
-     -0.015157974318427, -0.1934319533532, 0.038384451215003],
-    [-0.49920363219898, -0.35119814639835, 0.02305409264411, 0.19714594464997,
-     -0.014538896019316, -0.36813644473724, 0.01446981766184],
-    [-0.33229822167903, -0.34175414137331, 0.032660078478022, 0.20101239249806,
-     -0.015157974318427, -0.35989217746014, 0.040982683897498],
-    [-0.14513514580392, -0.32575754692283, 0, 0.18441276409066,
-     -0.018880926915314, 0, 0.010485129589453],
-    [-0.19753659822348, -0.10682760224621, 0.0098803254189041, 0.061866995632884,
-     -0.0062309554368495, -0.089865039093305, 0.0044721627722747],
-    [-0.20416854234165, -0.10682760224621, 0.0098803254189041, 0.061866995632884,
-     -0.0062309554368495, -0.089865039093305, 0.0044721627722747],
-    [-0.18786587866531, -0.10858584897428, 0.010292852121771, 0.061470921363553,
-     -0.0062936423051046, -0.093477665119482, 0.0034950431964842],
-    [-0.12655990297058, -0.10728169413972, 0.013997176490581, 0.063229538984569,
-     -0.0064962747078972, -0.082899408579941, 0.016450479092144],
-    [-0.21394441379956, -0.15051349131358, 0.0098803254189041, 0.084491119135702,
-     -0.0062309554368495, -0.15777276203024, 0.006201350426503],
-    [-0.14241352357673, -0.14646606058856, 0.013997176490581, 0.086148168213455,
-     -0.0064962747078972, -0.15423950462578, 0.017564007384642],
-    [-0.048378381934642, -0.10858584897428, 0, 0.061470921363553,
-     -0.0062936423051046, 0, 0.0034950431964842],
-    [-0.61638274980888, -0.24926440524115, 0.02305409264411, 0.1443563231434,
-     -0.014538896019316, -0.20968509121771, 0.010435046468641],
+QUESTIONS = [
+    {"prompt": "a", "answer": "a"},
+    {"prompt": "b c", "answer": "b"},
+    {"prompt": "c d e", "answer": "c"},
+    {"prompt": "d", "answer": "a"},
+    {"prompt": "e f", "answer": "b"},
+    {"prompt": "f g a", "answer": "c"},
+    {"prompt": "g", "answer": "a"},
 ]
 
 
-@pytest.mark.parametrize("case, figures", list(zip(PARITY, TRL_1_16)))
-def test_loss_and_gradient_are_trls_figures(case, figures):
-    loss, gradient = our_loss_and_gradient(case)
-    assert [loss, *gradient.sum(dim=1).tolist()] == pytest.approx(figures, abs=1e-12, rel=0)
-
-
-def test_there_is_a_figure_for_every_case():
-    assert len(TRL_1_16) == len(PARITY) == 22
-
-
-# ================================================================================================
-# Part 3: the night
-# ================================================================================================
-
-torch.set_num_threads(1)  # sums in one order, in every process: bit for bit needs that
-
-# --------------------------------------------------------------------------------------
-# A tiny world: 39 words, one layer, a step in a few hundredths of a second
-# --------------------------------------------------------------------------------------
-
-END = 1
-CLOCK = {"sample_seconds", "score_seconds", "update_seconds", "tokens_per_second"}
-DATA = [{"prompt": " ".join("abcdefg"[i : i + 1 + i % 3]), "answer": "abc"[i % 3]}
-        for i in range(7)]
-
-
-def small_tokenizer():
-    words = ["<pad>", "<end>", "<unk>", *"abcdefghijklmnopqrstuvwxyz", *"0123456789"]
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>",
-                                   unk_token="<unk>", chat_template=template)
-
-
-TOKENIZER = small_tokenizer()
-
-
-def small_model(seed=0, end=None, dtype=torch.float32):
-    """Random weights; `end` raises the end token's logit: 100 for empty answers, -100 for none
-    that ends. Its vocabulary is larger than the tokenizer's, as Qwen's is."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(Qwen2Config(
-            vocab_size=48, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
-            initializer_range=0.3, tie_word_embeddings=False, eos_token_id=END, pad_token_id=0))
-    if end is not None:
-        model.lm_head.bias = torch.nn.Parameter(torch.zeros(48), requires_grad=False)
-        model.lm_head.bias.data[END] = end
-    return model.to(dtype)
-
-
 def noisy_reward(prompts, completions, **columns):
-    """Draws from each generator that a reward may draw from: a resumed run has to restore all. An
-    odd number of normal ones, since these are made in pairs, and the other waits in the state."""
-    noise = [random.gauss(0, 1) + np.random.randn() + torch.rand(()).item() for _ in [0, *prompts]]
-    return [text.count("a") + x for text, x in zip(completions, noise)]
-
-
-def coarse_reward(prompts, completions, **columns):
-    """Many groups are flat under this one: dynamic sampling takes questions by ones and twos."""
-    return [float("a" in text or "b" in text) for text in completions]
+    """Draws from each generator that a reward may draw from, so a resumed run must restore all."""
+    rewards = []
+    for text in completions:
+        noise = random.gauss(0, 1) + np.random.randn() + torch.rand(()).item()
+        rewards.append(text.count("a") + noise)
+    return rewards
 
 
 def tiny_config(**settings):
     plain = dict(steps=6, num_generations=4, prompts_per_step=2, max_completion_length=5,
                  learning_rate=0.01, warmup_steps=2, seed=3, beta=0.1)
-    return GRPOConfig(**{**plain, **settings})
+    return GRPOConfig(**(plain | settings))
 
 
-def go(folder=None, reward=noisy_reward, model=None, data=DATA, resume=False, stop=None, seeds=5,
-       **settings):
-    """A run; with `stop`, left alone after so many steps and before the last one's checkpoint, as
-    a kill would. Gives (model, metrics)."""
-    model = model or small_model()
-    random.seed(seeds)
-    np.random.seed(seeds)
-    steps = training_steps(model, TOKENIZER, data, reward, tiny_config(**settings), folder, resume)
-    metrics = [untimed(step_metrics) for step_metrics, _ in itertools.islice(steps, stop)]
-    steps.close()
-    return model, metrics
+def go(folder=None, reward=noisy_reward, model=None, data=QUESTIONS, resume=False, stop=None,
+       loss_fn=grpo_loss, between=None, **settings):
+    """Train a tiny model, and with `stop` only that many steps. Returns the metrics, untimed.
+
+    `between` is what the caller does after each step; it gets the step's metrics.
+    """
+    model = model or tiny_model()
+    steps = training_steps(model, TOKENIZER, data, reward, tiny_config(**settings), folder,
+                           resume, loss_fn)
+    history = []
+    with contextlib.closing(steps):
+        for metrics, _ in itertools.islice(steps, stop):
+            history.append(untimed(metrics))
+            if between is not None:
+                between(metrics)
+    return history
 
 
 def untimed(metrics):
-    return {name: x for name, x in metrics.items() if name not in CLOCK}
+    return {name: value for name, value in metrics.items() if name not in TIMES}
 
 
-def logged(folder):
-    """metrics.jsonl, which must be JSON in the strict sense: no NaN, no Infinity."""
-    def refuse(name):
-        raise AssertionError(f"{name} in metrics.jsonl")
-    return [untimed(json.loads(line, parse_constant=refuse))
-            for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+def weights_of(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def result(folder):
-    """Everything that a run leaves: weights, Adam's averages, place in the data, generators and
-    settings are all in the checkpoint's bytes."""
-    return (Path(folder) / "checkpoint.safetensors").read_bytes(), logged(folder)
+# ================================================================================================
+# The model
+# ================================================================================================
+
+# ------------------------------------------------------------------------------------------------
+# 1. The sampler: token by token, and against the exact distribution
+# ------------------------------------------------------------------------------------------------
+
+PROMPTS = ["a b c d e f g", "h", "i j k"]
 
 
-def saved_step(folder):
-    data = (Path(folder) / "checkpoint.safetensors").read_bytes()
-    header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
-    return json.loads(header["__metadata__"]["json"])[0]
+def slow_logprobs(model, input_ids, attention_mask, T, temperature=1.0):
+    """Row by row, without padding, cache or chunks. Returns log-probs and entropies, (N, T)."""
+    P = input_ids.shape[1] - T
+    logprobs = []
+    entropies = []
+    for ids, real in zip(input_ids, attention_mask.bool()):
+        n = int(real[P:].sum())
+        logits = model(ids[real].unsqueeze(0), use_cache=False).logits[0, -n - 1 : -1]
+        whole = (logits.double() / temperature).log_softmax(dim=-1)
+        chosen = whole.gather(1, ids[P : P + n].unsqueeze(1)).squeeze(1)
+        logprobs.append(pad(chosen, (0, T - n)))
+        entropies.append(pad(-(whole.exp() * whole).sum(dim=-1), (0, T - n)))
+    return torch.stack(logprobs), torch.stack(entropies)
 
 
-def bits(model):
-    """The weights' bits: NaN equals NaN, and 0 is not -0."""
-    return [p.detach().clone().view(torch.int32).tolist() for p in model.parameters()]
+def check_rollout(rollout, prompts, G, cap, tokenizer=TOKENIZER):
+    """What holds of any rollout, read off the ids. Returns the lengths of the answers."""
+    T = rollout.completion_mask.shape[1]
+    P = rollout.input_ids.shape[1] - T
+    assert len(rollout.input_ids) == len(rollout.texts) == len(prompts) * G
+    assert rollout.completion_mask.dtype == rollout.truncated.dtype == torch.bool
+    lengths = []
+    for row, ids in enumerate(rollout.input_ids.tolist()):
+        prompt = tokenizer(prompts[row // G])["input_ids"]
+        left = P - len(prompt)
+        answer = ids[P:]
+        n = 1
+        while n < T and answer[n - 1] not in (END, EOS):
+            n += 1  # the first end token is in, and nothing after it
+        real = [1] * n + [0] * (T - n)
+        assert ids[left:P] == prompt
+        assert len(set(ids[:left] + answer[n:])) <= 1  # all padding is the same
+        assert rollout.completion_mask[row].tolist() == real
+        assert rollout.attention_mask[row].tolist() == [0] * left + [1] * len(prompt) + real
+        assert rollout.truncated[row] == (answer[n - 1] not in (END, EOS))
+        assert n == cap or not rollout.truncated[row]
+        assert (rollout.logprobs[row, :n] < 0).all() and (rollout.logprobs[row, n:] == 0).all()
+        words = tokenizer.convert_ids_to_tokens(answer[:n])
+        words = [word for word in words if word and word not in tokenizer.all_special_tokens]
+        assert rollout.texts[row].split() == words
+        lengths.append(n)
+    return lengths
 
 
-# --------------------------------------------------------------------------------------
-# Checkpoint and resume
-# --------------------------------------------------------------------------------------
+SAMPLED = {  # family, padding, temperature
+    "a padding of its own": ("qwen2", "<pad>", 1.0),
+    "padding is an end token": ("qwen2", "<eos>", 0.7),
+    "padding is the other end token": ("qwen2", "<end>", 1.0),
+    "padding is a word": ("qwen2", "a", 0.7),
+    "no padding at all": ("qwen2", None, 1.0),
+    "learned positions": ("gpt2", "<eos>", 1.3),
+}
 
-SEVERAL = dict(num_iterations=2, num_mini_batches=2, steps=8)
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampler_scorer_and_the_slow_way_agree(name):
+    """Wrong masks, positions and temperatures show here, and settings that nobody asked for."""
+    family, padding, temperature = SAMPLED[name]
+    model = tiny_model(family, initializer_range=0.3)
+    tokenizer = tiny_tokenizer(padding)
+    torch.manual_seed(0)
+    rollout = sample_groups(model, tokenizer, PROMPTS, 30, max_completion_length=9,
+                            temperature=temperature)
+    lengths = check_rollout(rollout, PROMPTS, 30, 9, tokenizer)
+    ids = rollout.input_ids
+    answers = ids[:, -9:][rollout.completion_mask]
+    assert min(lengths) < 4 and rollout.truncated.any()  # else little has been shown
+    assert {END, EOS} <= set(answers.tolist())
+    assert answers.max() > len(tokenizer)  # ids are kept even where no word stands for them
+    slow = slow_logprobs(model, ids, rollout.attention_mask, 9, temperature)[0]
+    near(rollout.logprobs, slow, 2e-5)
+    near(token_logprobs(model, ids, rollout.attention_mask, 9, temperature), slow, 2e-5)
+
+
+END_TOKENS = {  # generation_config, config, tokenizer; found
+    "all three differ": ([7, END], 9, "<eos>", [END, EOS, 7, 9]),
+    "only the tokenizer": (None, None, "<eos>", [EOS]),
+    "only the config": (None, [9, 7], None, [7, 9]),
+    "only the generation config": (7, None, None, [7]),
+    "0 is an id like any other": (None, 0, None, [0]),
+    "none at all": (None, None, None, None),
+}
+
+
+@pytest.mark.parametrize("name", END_TOKENS)
+def test_end_tokens_are_collected_from_three_places(name):
+    generation, config, token, found = END_TOKENS[name]
+    model = tiny_model()
+    model.generation_config.eos_token_id = generation
+    model.config.eos_token_id = config
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = token
+    if found:
+        assert end_token_ids(model, tokenizer) == found
+    else:
+        with pytest.raises(ValueError, match="eos_token_id"):
+            sample_groups(model, tokenizer, PROMPTS, 2, max_completion_length=4)
+
+
+HALF = [0.0, 0.5, 0.0, 0.3, 0.2, 0.0]
+DRAWN = {  # probabilities, uniform number; token
+    "the very beginning": (HALF, 0.0, 1),
+    "first stretch": (HALF, 0.49, 1),
+    "second stretch": (HALF, 0.51, 3),
+    "last stretch": (HALF, 0.81, 4),
+    "the last number below 1": (HALF, 1 - 2**-53, 4),
+    "rounded up to 1": (HALF, 1.0, 4),
+    "a border belongs to the later one": ([0.5, 0.0, 0.5], 0.5, 2),
+    "certainty": ([0.0, 1.0, 0.0], 0.999, 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # Apple's GPUs have no float64
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_uniform_number_chooses_a_token(name, dtype):
+    probabilities, uniform, token = DRAWN[name]
+    logits = torch.tensor([probabilities, [0.1, 0.9] + probabilities[:-2]]).log()
+    tokens, logprobs = choose_tokens(logits, 1.0, torch.tensor([uniform, 0.01], dtype=dtype))
+    assert tokens.tolist() == [token, 0]
+    near(logprobs[0].exp(), probabilities[token], 1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_uniform_numbers_on_a_grid_draw_the_softmax(dtype, temperature):
+    logits = torch.randn(30, generator=torch.Generator().manual_seed(0)).to(dtype) * 2
+    uniforms = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    tokens, logprobs = choose_tokens(logits.expand(20_000, 30), temperature, uniforms)
+    exact = (logits.double() / temperature).log_softmax(dim=0)
+    counts = torch.bincount(tokens, minlength=30)
+    assert (counts - 20_000 * exact.exp()).abs().max() <= 1.01
+    near(logprobs, exact[tokens], 2e-6)  # so bfloat16 was widened before the softmax
+
+
+def test_rare_tokens_of_a_large_vocabulary_are_told_apart():
+    """In a sum in float32, let alone bfloat16, they would vanish beside the likely one."""
+    logits = torch.zeros(150_000, dtype=torch.bfloat16)
+    logits[0] = 23.0
+    others = 1 - logits.double().softmax(dim=0)[0].item()  # a hundred-thousandth
+    uniforms = torch.linspace(1 - 0.99 * others, 1 - 1e-9, 60, dtype=torch.float64)
+    tokens, _ = choose_tokens(logits.expand(60, -1), 1.0, uniforms)
+    assert len(tokens.unique()) > 58 and tokens.max() > 149_900
+
+
+def surprise(probabilities, tokens):
+    """How far the counts are from what was to be expected: chi-square, in standard deviations."""
+    wanted = probabilities * len(tokens)
+    often = wanted > 5
+    counts = torch.bincount(tokens, minlength=len(wanted))
+    chi_square = ((counts - wanted).square() / wanted)[often].sum().item()
+    freedom = int(often.sum()) - 1
+    return (chi_square - freedom) / math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_tokens_have_the_distribution_of_the_model(temperature):
+    """First tokens, and second ones after the most frequent first one. The seed is fixed."""
+    model = tiny_model(initializer_range=0.25)
+    rollout = sampled(model, prompts=["a b c"], G=6000, max_completion_length=2,
+                      temperature=temperature)
+    answers = rollout.input_ids[:, 3:]
+    common = answers[rollout.completion_mask[:, 1], 0].mode().values
+    after = answers[answers[:, 0] == common, 1]
+    text = torch.cat([rollout.input_ids[0, :3], common.view(1)])
+    logits = model(text.unsqueeze(0)).logits[0, -2:].detach().double() / temperature
+    for exact, tokens in zip(logits, (answers[:, 0], after)):
+        assert surprise(exact.softmax(dim=0), tokens) < 4
+        assert surprise((exact / 1.3).softmax(dim=0), tokens) > 6  # the measure would notice
+
+
+def same_rollout(one, other, tolerance=2e-5):
+    for name in ("input_ids", "attention_mask", "completion_mask", "truncated"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert one.texts == other.texts
+    near(one.logprobs, other.logprobs, tolerance)
+
+
+def sampled(model, seed=0, prompts=PROMPTS, G=5, **settings):
+    torch.manual_seed(seed)
+    return sample_groups(model, TOKENIZER, prompts, G, **({"max_completion_length": 8} | settings))
+
+
+def test_an_end_token_at_the_cap_is_an_end():
+    rollout = sampled(tiny_model(initializer_range=0.2), G=200, max_completion_length=3)
+    check_rollout(rollout, PROMPTS, 200, 3)
+    at_the_cap = rollout.completion_mask[:, -1]
+    assert (at_the_cap & rollout.truncated).any() and (at_the_cap & ~rollout.truncated).any()
+
+
+def test_samples_depend_on_the_seed_and_on_no_hidden_setting():
+    """Qwen2.5's generation settings say top_k 20, top_p 0.8, repetition_penalty 1.1."""
+    model = tiny_model()
+    plain = sampled(model)
+    assert len(set(plain.texts)) > 9 and sampled(model, seed=1).texts != plain.texts
+    hidden = dict(top_k=1, top_p=0.1, repetition_penalty=2.0, temperature=0.1, min_p=0.9,
+                  do_sample=False, max_new_tokens=2, no_repeat_ngram_size=1)
+    for name, value in hidden.items():
+        setattr(model.generation_config, name, value)
+    same_rollout(sampled(model), plain, tolerance=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_temperature_zero_takes_the_likeliest_whatever_stands_beside(family):
+    model = tiny_model(family)
+    together = sampled(model, temperature=0)
+    for i, prompt in enumerate(PROMPTS):
+        alone = sampled(model, prompts=[prompt], G=1, temperature=0)
+        T = alone.completion_mask.shape[1]
+        best = model(alone.input_ids).logits.log_softmax(dim=-1).max(dim=-1)
+        assert torch.equal(best.indices[:, -T - 1 : -1], alone.input_ids[:, -T:])
+        near(best.values[:, -T - 1 : -1].detach(), alone.logprobs, 2e-5)
+        for row in range(5 * i, 5 * i + 5):
+            assert together.texts[row] == alone.texts[0]
+            near(together.logprobs[row, :T], alone.logprobs[0], 2e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_rows_that_have_ended_leave_and_nothing_changes(family):
+    model = tiny_model(family)
+    plain = sampled(model, drop_every=1000)
+    for drop_every in (2, 3, 4):
+        same_rollout(sampled(model, drop_every=drop_every), plain)
+    rows = []
+    model.get_output_embeddings().register_forward_hook(lambda _, __, out: rows.append(len(out)))
+    same_rollout(sampled(model, drop_every=1), plain)
+    lengths = plain.completion_mask.sum(dim=1)
+    live = [int((lengths > t).sum()) for t in range(1, lengths.max())]
+    assert rows == [3] + live and live[-1] < 15  # each prompt is read once, not once an answer
+    rows.clear()
+    model.generation_config.eos_token_id = list(range(VOCABULARY))
+    assert sampled(model, drop_every=1).completion_mask.shape == (15, 1)
+    assert rows == [3]  # when all have ended, that is all
+
+
+DROPOUT = {  # family and settings
+    "rotary": ("qwen2", {"attention_dropout": 0.5}),
+    "learned positions": ("gpt2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}),
+}
+every_dropout = pytest.mark.parametrize("name", DROPOUT)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@every_dropout
+def test_train_mode_does_not_disturb_sampling_and_comes_back(name, checkpointing):
+    family, dropout = DROPOUT[name]
+    model = tiny_model(family, **dropout)
+    plain = sampled(model)
+    assert not model.training
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    model.train()
+    same_rollout(sampled(model), plain)
+    assert all(module.training for module in model.modules())
+    model.get_output_embeddings().register_forward_hook(fails)
+    with pytest.raises(OSError, match="out of order"):
+        sampled(model)
+    assert all(module.training for module in model.modules())
+
+
+def fails(*_, **__):
+    raise OSError("out of order")
+
+
+def test_chats_go_through_the_template():
+    first = [{"role": "user", "content": "a b"}]
+    talk = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}, *first]
+    written = ["user a b <end> assistant",
+               "user c <end> assistant d <end> user a b <end> assistant"]
+    rollout = sampled(tiny_model(), prompts=[first, talk])
+    check_rollout(rollout, written, 5, 8)
+    same_rollout(rollout, sampled(tiny_model(), prompts=written), tolerance=0)
+
+
+TOO_LONG = "a " * 57  # 57 tokens and a cap of 8 do not fit into 64
+NOT_SAMPLED = {  # family, settings; what the message must show
+    "no answers": ("qwen2", {"G": 0}, "num_generations 0"),
+    "no tokens": ("qwen2", {"max_completion_length": 0}, "max_completion_length 0"),
+    "a negative temperature": ("qwen2", {"temperature": -0.1}, "-0.1"),
+    "no temperature": ("qwen2", {"temperature": math.nan}, "nan"),
+    "no prompts": ("qwen2", {"prompts": []}, "list of one or more prompts"),
+    "no list": ("qwen2", {"prompts": "a b"}, "list of one or more prompts"),
+    "an empty prompt": ("qwen2", {"prompts": ["a", ""]}, "prompt 1 has no tokens"),
+    "too long": ("qwen2", {"prompts": ["a", TOO_LONG]}, "57 tokens .* 8 .* context of 64"),
+    "too long, nested config": ("gemma3", {"prompts": [TOO_LONG]}, "57 tokens .* context of 64"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SAMPLED)
+def test_what_cannot_be_sampled_is_refused(name):
+    family, settings, said = NOT_SAMPLED[name]
+    model = family_model(family)
+    with pytest.raises(ValueError, match=said):
+        sampled(model, **settings)
+    sampled(model, prompts=[TOO_LONG[2:]], G=1)  # and this just fits
+
+
+# ------------------------------------------------------------------------------------------------
+# 2. The scorer: values and gradients of every family, against the slow way
+# ------------------------------------------------------------------------------------------------
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+WINDOW = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA = {"query_pre_attn_scalar": 8, **WINDOW}
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+}
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}
+JAMBA = {
+    "num_experts": 2, "num_experts_per_tok": 1, "use_mamba_kernels": False, "mamba_d_state": 4,
+    "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+}
+FAMILIES = {  # what each has beside the settings that all have
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {},
+    "phi3": {},
+    "gpt2": {},  # learned positions
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 3},
+    "bloom": {},  # no positions, but a bias for distance; likewise MPT
+    "mpt": {},
+    "mistral": {"sliding_window": 3},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW},
+    "qwen3_moe": EXPERTS,
+    "gemma2": {"final_logit_softcapping": 2.0, **GEMMA},  # capped logits
+    "gemma3_text": GEMMA,
+    "gemma3": {"text_config": PLAIN | GEMMA, "vision_config": VISION, "mm_tokens_per_image": 4},
+    "granite": {"logits_scaling": 8.0},  # scaled logits; likewise Cohere
+    "cohere": {"logit_scale": 0.06},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},  # from here on, layers with a state
+    "qwen3_5_text": LINEAR,
+    "qwen3_next": {"shared_expert_intermediate_size": 16, **EXPERTS, **LINEAR},
+    "jamba": JAMBA,
+}
+BITES = {  # without what sets a family apart, the numbers are others
+    "mistral": {"sliding_window": None}, "gemma2": {"final_logit_softcapping": None},
+    "gemma3_text": {"sliding_window": 64}, "gpt_neo": {"window_size": 64},
+    "granite": {"logits_scaling": 1.0},
+}
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def family_model(name, **settings):
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers does not know {name}")
+    return tiny_model(name, **(FAMILIES[name] | settings))
+
+
+def ragged(widths=(3, 7, 7, 1, 5), G=4, longest=9):
+    """Ids and mask that nobody sampled: prompts of these widths, answers of random lengths."""
+    draw = random.Random(0)
+    P = max(widths)
+    ids = torch.zeros(len(widths) * G, P + longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for group, width in enumerate(widths):
+        prompt = draw.choices(range(6, 42), k=width)
+        for row in range(group * G, group * G + G):
+            n = draw.randint(1, longest)
+            answer = draw.choices(range(6, 42), k=n)
+            ids[row, P - width : P + n] = torch.tensor(prompt + answer)
+            mask[row, P - width : P + n] = 1
+    return ids, mask
+
+
+def gradients_of(model):
+    """All gradients as one long vector, zeros where there is none; and forgets them."""
+    parts = []
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parts.append(parameter.grad.flatten())
+        parameter.grad = None
+    return torch.cat(parts)
+
+
+@every_family
+def test_families_are_scored_as_the_slow_way_does(name):
+    """Rows in any order, most with a prompt that others share, and with more padding or less."""
+    model = family_model(name)
+    rows = [18, 3, 0, 9, 16, 1, 2, 12, 7]  # 12 and 9 are the only ones of their prompts
+    ids, mask = [x[rows] for x in ragged()]
+    pull = torch.randn(2, len(rows), 9, generator=torch.Generator().manual_seed(0))
+    slow = torch.stack(slow_logprobs(model, ids, mask, 9, 0.7))
+    (slow * pull).sum().backward()
+    slow_gradients = gradients_of(model)
+    scale = slow_gradients.abs().max()
+    for checkpointing, left, right in ((False, 0, 0), (False, 5, 3), (True, 2, 0)):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            model.train()
+        scores = torch.stack(token_logprobs(
+            model, pad(ids, (left, right), value=17), pad(mask, (left, right)), 9 + right, 0.7,
+            return_entropy=True))
+        assert scores.dtype == torch.float32 and (scores[:, :, 9:] == 0).all()
+        near(scores[:, :, :9], slow, 1e-5)
+        (scores[:, :, :9] * pull).sum().backward()
+        near(gradients_of(model) / scale, slow_gradients / scale, 1e-5)
+    if name in BITES:
+        other = family_model(name, **BITES[name])
+        assert (slow_logprobs(other, ids, mask, 9, 0.7)[0] - slow[0]).abs().max() > 0.1
+
+
+@every_family
+def test_families_are_sampled_and_trained(name):
+    """And the first loss is 0, its gradient not: all ratios are 1."""
+    model = family_model(name)
+    before = weights_of(model)
+    metrics = go(model=model, steps=1, warmup_steps=0)[0]
+    assert metrics["sampler_gap"] < 1e-5
+    for figure in ("loss", "kl", "clip_fraction", "skipped_updates"):
+        assert metrics[figure] == pytest.approx(0, abs=1e-5)
+    assert metrics["ratio_max"] == 1 and metrics["grad_norm"] > 0.01
+    assert (weights_of(model) - before).abs().max() > 1e-3
+
+
+def test_float64_models_are_scored_in_float64():
+    model = tiny_model("gpt2").double()
+    ids, mask = ragged()
+    scores = token_logprobs(model, ids, mask, 9, 0.7)
+    assert scores.dtype == torch.float64
+    near(scores, slow_logprobs(model, ids, mask, 9, 0.7)[0])
+
+
+def test_bfloat16_logits_are_widened_before_the_softmax():
+    """The softmax of the same logits in bfloat16 is off by some hundredths."""
+    model = tiny_model().bfloat16()
+    ids = torch.randint(6, 42, (100, 6), generator=torch.Generator().manual_seed(0))
+    scores, entropies = token_logprobs(model, ids, torch.ones_like(ids), 1, return_entropy=True)
+    assert scores.dtype == entropies.dtype == torch.float32
+    logits = model(ids[:, :-1]).logits[:, -1]
+    wide = logits.float().log_softmax(dim=-1).gather(1, ids[:, -1:])
+    narrow = logits.log_softmax(dim=-1).gather(1, ids[:, -1:])
+    assert (scores - wide).abs().mean() < 1e-4 < 1e-3 < (narrow - wide).abs().mean()
+
+
+def test_impossible_tokens_leave_all_numbers_finite():
+    model = tiny_model()
+    never = torch.tensor([3, 5])
+    model.lm_head.register_forward_hook(lambda _, __, out: out.index_fill(-1, never, -math.inf))
+    scores = torch.stack(token_logprobs(model, *ragged(), 9, return_entropy=True))
+    scores.sum().backward()
+    assert scores.isfinite().all() and gradients_of(model).isfinite().all()
+
+
+def test_scoring_holds_few_logits_and_reads_each_prompt_once():
+    model = tiny_model(vocab_size=50)  # a width that nothing else has
+    ids, mask = ragged(widths=(6,) * 5)  # 5 prompts, 20 answers
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(0))
+    ids = pad(ids, (7, 7))[order]  # no row uses these columns
+    mask = pad(mask, (7, 7))[order]
+    token_logprobs(model, ids, mask, 16)  # tries once whether the head gives the logits
+    read = []
+    headed = []
+    saved = []
+
+    def keep(tensor):
+        saved.append(tensor.shape[-1])
+        return tensor
+
+    model.get_input_embeddings().register_forward_hook(lambda _, __, out: read.append(out[..., 0]))
+    model.lm_head.register_forward_hook(lambda _, __, out: headed.append(len(out)))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        scores = token_logprobs(model, ids, mask, 16, return_entropy=True, tokens_per_chunk=10)
+    assert sum(x.numel() for x in read) <= 5 * 6 + 20 * 9
+    assert 50 not in saved  # no logits wait for the backward pass
+    answers = mask[:, 13:].sum()
+    assert max(headed) == 10 and sum(headed) == answers  # padding has no logits at all
+    torch.stack(scores).sum().backward()
+    assert max(headed) == 10 and sum(headed) == 2 * answers  # they are made once more
+
+
+# Temperature, and completion_length of 4 tokens in all.
+@pytest.mark.parametrize("temperature, T", [(0, 2), (-1.0, 2), (math.nan, 2), (1.0, 0), (1.0, 4)])
+def test_what_cannot_be_scored_is_refused(temperature, T):
+    ids = torch.tensor([[6, 7, 8, 9]])
+    with pytest.raises(ValueError, match="must be above 0"):
+        token_logprobs(tiny_model(), ids, torch.ones_like(ids), T, temperature)
+
+
+# ------------------------------------------------------------------------------------------------
+# 3. The step, against one slow step
+# ------------------------------------------------------------------------------------------------
+
+FLAT = ("a", "d", "g")  # whatever is answered to these questions earns the same
+UPDATE = {
+    "steps": 2, "num_generations": 4, "prompts_per_step": 3, "max_completion_length": 6,
+    "learning_rate": 3e-3, "warmup_steps": 0, "lr_scheduler_type": "constant_with_warmup",
+    "temperature": 0.8, "beta": 0.1, "seed": 1, "tokens_per_micro_batch": 25,
+}
+METRICS = {
+    "step", "loss", "reward_mean", "reward_std", "kl", "clip_fraction", "ratio_max", "entropy",
+    "grad_norm", "learning_rate", "completion_length", "truncated_fraction",
+    "zero_variance_fraction", "sampler_gap", "sample_seconds", "score_seconds", "update_seconds",
+    "tokens_per_second", "skipped_updates", "questions_seen",
+}
+
+
+def uneven_reward(prompts, completion_ids, **columns):
+    """Made of an answer's ids, so that it is seen if rewards and answers get mixed up."""
+    rewards = []
+    for prompt, ids in zip(prompts, completion_ids):
+        reward = (7 * sum(ids) % 11) / 10
+        if prompt in FLAT:
+            reward = 0.3
+        rewards.append(reward)
+    return rewards
+
+
+def steps_of(model, reward=uneven_reward, loss_fn=grpo_loss, data=QUESTIONS, **settings):
+    config = GRPOConfig(**(UPDATE | settings))
+    return training_steps(model, TOKENIZER, data, reward, config, loss_fn=loss_fn)
+
+
+def slow_answers(rollout, rewards):
+    """What the log must say of the answers of a step."""
+    tokens = rollout.logprobs[rollout.completion_mask]
+    flat = [group for group in rewards.tolist() if len(set(group)) == 1]
+    return {
+        "reward_mean": rewards.mean().item(),
+        "reward_std": (rewards - rewards.mean()).square().mean().sqrt().item(),
+        "zero_variance_fraction": len(flat) / len(rewards),
+        "entropy": -tokens.mean().item(),
+        "completion_length": len(tokens) / len(rollout.texts),
+        "truncated_fraction": sum(rollout.truncated.tolist()) / len(rollout.texts),
+        "skipped_updates": 0,
+    }
+
+
+def slow_updates(model, reference, optimizer, rollout, rewards, config, loss_fn):
+    """Whole mini-batches, one answer at a time. Returns what the log must say of them."""
+    G = config.num_generations
+    ids = rollout.input_ids
+    real = rollout.attention_mask
+    mask = rollout.completion_mask
+    T = mask.shape[1]
+    names = ("epsilon", "epsilon_high", "beta", "loss_type", "max_completion_length")
+    settings = {name: getattr(config, name) for name in names}
+    settings["kl_fn"] = lambda policy, ref: kl_estimate(policy, ref, config.kl_penalty_type)
+    # All answers count in the statistics of their group, cut ones too.
+    advantages = group_scale(rewards, config.scale_rewards).flatten()
+    if config.mask_truncated_completions:
+        mask = mask & ~rollout.truncated.unsqueeze(1)
+    with torch.no_grad():
+        old = slow_logprobs(model, ids, real, T, config.temperature)[0]
+        ref = slow_logprobs(reference, ids, real, T, config.temperature)[0]
+    gap = (rollout.logprobs - old).abs()
+    totals = {"loss": 0.0, "grad_norm": 0.0, "kl": 0.0, "clip_fraction": 0.0, "sampler_gap": 0.0}
+    ratio_max = 0.0
+    tokens = 0
+    for _ in range(config.num_iterations):
+        order = torch.randperm(config.prompts_per_step)
+        for groups in order.tensor_split(config.num_mini_batches):
+            rows = torch.cat([torch.arange(group * G, group * G + G) for group in groups])
+            now, entropies = slow_logprobs(model, ids[rows], real[rows], T, config.temperature)
+            loss, _ = loss_fn(now, old[rows], ref[rows], advantages[rows], mask[rows], **settings)
+            bonus = average(entropies, mask[rows], config.loss_type, config.max_completion_length)
+            loss = loss - config.entropy_bonus * bonus
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.cat([x.grad.flatten() for x in model.parameters()]).norm().item()
+            for parameter in model.parameters():
+                parameter.grad *= min(1.0, config.max_grad_norm / max(norm, 1e-9))
+            optimizer.step()
+            totals["loss"] += loss.item()
+            totals["grad_norm"] += norm
+            # In the other figures, answers that cannot teach are left out.
+            taught = torch.ones(len(rows), dtype=torch.bool)
+            if config.beta == 0 and config.entropy_bonus == 0:
+                taught = advantages[rows] != 0
+            now = now[taught]
+            rows = rows[taught]
+            if mask[rows].any():
+                n = int(mask[rows].sum())
+                found = loss_fn(now, old[rows], ref[rows], advantages[rows], mask[rows],
+                                **settings)[1]
+                totals["clip_fraction"] += n * found["clip_fraction"]
+                totals["sampler_gap"] += gap[rows][mask[rows]].sum().item()
+                if config.beta > 0:  # else there is no reference
+                    totals["kl"] += n * found["kl"]
+                ratio_max = max(ratio_max, found["ratio_max"])
+                tokens += n
+    wanted = {"ratio_max": ratio_max}
+    for name in ("loss", "grad_norm"):
+        wanted[name] = totals[name] / (config.num_iterations * config.num_mini_batches)
+    for name in ("kl", "clip_fraction", "sampler_gap"):
+        wanted[name] = totals[name] / max(tokens, 1)
+    return wanted
+
+
+ONE = {"tokens_per_micro_batch": 1}
+UNCUT = {"mask_truncated_completions": True, "max_completion_length": 12, "beta": 0.0}
+TWICE = {"num_iterations": 2, "num_mini_batches": 2, "learning_rate": 0.01}
+UPDATES = {  # settings, and the loss where it is another one
+    "one update a step": ({},),
+    "grpo, several updates": (TWICE,),
+    "dapo, several updates": ({"loss_type": "dapo", **TWICE},),
+    "dr_grpo, several updates": ({"loss_type": "dr_grpo", **TWICE},),
+    "grpo, each answer alone": (ONE | TWICE,),
+    "dapo, each answer alone": (ONE | {"loss_type": "dapo", "gradient_checkpointing": True},),
+    "dr_grpo, each answer alone": (ONE | {"loss_type": "dr_grpo"},),
+    "dapo, all at once": ({"loss_type": "dapo", "tokens_per_micro_batch": 10_000, **TWICE},),
+    "grpo, flat groups left out": ({"beta": 0.0},),
+    "dapo, flat groups left out": ({"beta": 0.0, "loss_type": "dapo"},),
+    "dr_grpo, flat groups left out": ({"beta": 0.0, "loss_type": "dr_grpo"},),
+    "flat groups left out of several updates": ({"beta": 0.0, "loss_type": "dapo", **TWICE},),
+    # Adam's momentum moves the weights in a step that teaches nothing.
+    "a flat group and no other": ({"beta": 0.0, "prompts_per_step": 1, "steps": 7},),
+    "grpo, no cut answers": (UNCUT,),
+    "dapo, no cut answers": (UNCUT | {"loss_type": "dapo", "num_mini_batches": 2},),
+    "grpo, entropy bonus": ({"entropy_bonus": 0.3, "beta": 0.0},),
+    "dapo, entropy bonus": ({"entropy_bonus": 0.3, "loss_type": "dapo"},),
+    "dr_grpo, entropy bonus": ({"entropy_bonus": 0.3, "loss_type": "dr_grpo", **TWICE},),
+    "a tight clip": ({"epsilon": 0.02, "epsilon_high": 0.01, **TWICE},),
+    "short gradients": ({"max_grad_norm": 0.05, **TWICE},),
+    "whole gradients": ({"max_grad_norm": 1e9, "num_mini_batches": 3, "beta": 0.0},),
+    "k2": ({"kl_penalty_type": "mse", **TWICE},),
+    "advantages without std": ({"scale_rewards": "none"},),
+    "advantages over the std of all": ({"scale_rewards": "batch", **TWICE},),
+    "leave one out": ({"scale_rewards": "rloo", "loss_type": "dr_grpo", "beta": 0.0},),
+    "GSPO": (TWICE, gspo_loss),
+    "one ratio an answer": ({"num_iterations": 2}, answer_ratio_loss),
+    "corrected KL": ({"loss_type": "dapo", **TWICE}, corrected_kl_loss),
+    "gradient checkpointing": ({"gradient_checkpointing": True, **TWICE},),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_steps_are_those_of_the_slow_way(name):
+    """In float64, where two right ways agree to the last digits: weights and metrics."""
+    settings, loss_fn, *_ = UPDATES[name] + (grpo_loss,)
+    config = GRPOConfig(**(UPDATE | settings))
+    model = tiny_model("gpt2", initializer_range=0.2).double()
+    start = weights_of(model)
+    slow_model = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(slow_model.parameters(), config.learning_rate, weight_decay=0.0)
+    generators = []
+
+    def reward(**columns):
+        generators.append(torch.get_rng_state())  # the next to draw is the order of the groups
+        return uneven_reward(**columns)
+
+    for metrics, learner in steps_of(model, reward, loss_fn, **settings):
+        rollout = learner.rollout
+        rewards = learner.rewards
+        torch.set_rng_state(generators[-1])
+        wanted = slow_answers(rollout, rewards)
+        wanted |= slow_updates(slow_model, reference, optimizer, rollout, rewards, config, loss_fn)
+        moved = (weights_of(model) - start).norm()
+        assert (weights_of(model) - weights_of(slow_model)).norm() <= 1e-4 * moved
+        assert METRICS <= metrics.keys()
+        for value in metrics.values():
+            assert type(value) in (int, float) and math.isfinite(value)
+        for figure, value in wanted.items():
+            assert metrics[figure] == pytest.approx(value, rel=1e-4, abs=2e-6), figure
+        seconds = sum(metrics[f"{part}_seconds"] for part in ("sample", "score", "update"))
+        answers = rollout.completion_mask.sum().item()
+        assert metrics["tokens_per_second"] == pytest.approx(answers / seconds)
+        assert metrics["questions_seen"] == config.prompts_per_step * metrics["step"]
+    assert moved > 1e-3
+    assert (learner.reference is None) == (config.beta == 0)
+    if learner.reference is not None:
+        assert torch.equal(weights_of(learner.reference), start)
+
+
+@pytest.mark.parametrize("budget", [1, 20, 45, 100, 10_000])
+def test_micro_batches_keep_to_their_budget(budget):
+    """Answers of like length together, the longest first, each of them once."""
+    batches = []
+
+    def watching_loss(logprobs, old, ref, advantages, mask, **settings):
+        batches.append(mask.sum(dim=1).tolist())
+        return grpo_loss(logprobs, old, ref, advantages, mask, **settings)
+
+    data = [{"prompt": "a b c"}, {"prompt": "b c d"}, {"prompt": "c d e"}]
+    _, learner = next(steps_of(
+        tiny_model(initializer_range=0.15), loss_fn=watching_loss, data=data, num_generations=8,
+        tokens_per_micro_batch=budget, max_completion_length=12))
+    lengths = learner.rollout.completion_mask.sum(dim=1).tolist()
+    assert sum(batches, []) == sorted(lengths, reverse=True)
+    assert min(lengths) < 4 and max(lengths) == 12
+    for batch, following in zip(batches, batches[1:] + [[0]]):
+        assert len(batch) == 1 or len(batch) * (3 + batch[0]) <= budget
+        assert batch[-1] >= batch[0] / 2
+        # It ends only where it has to.
+        assert (len(batch) + 1) * (3 + batch[0]) > budget or following[0] < batch[0] / 2
 
 
 @pytest.mark.parametrize("settings", [
-    dict(save_steps=2, **SEVERAL),
-    dict(save_steps=3, steps=8, beta=0, reward=coarse_reward, dynamic_sampling=2,
-         num_generations=2, lr_scheduler_type="cosine"),
-])
-def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, settings):
-    model, metrics = go(tmp_path / "whole", **settings)
-    go(tmp_path / "cut", stop=5, **settings)  # the checkpoint is of step 4 or 3
-    with open(tmp_path / "cut" / "metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "los')  # killed in the middle of a line
-    # Other seeds: what the reward draws must come from the checkpoint.
-    resumed, rest = go(tmp_path / "cut", resume=True, seeds=99, **settings)
-    assert [m["step"] for m in rest] == list(range(9 - len(rest), 9)) and len(rest) in (4, 5)
-    assert bits(resumed) == bits(model)
-    assert logged(tmp_path / "cut") == metrics  # each step once
-    assert result(tmp_path / "cut") == result(tmp_path / "whole")
-    # One checkpoint is kept: the old ones are gone, and so is what they were written to.
-    assert {"checkpoint.safetensors", "metrics.jsonl"} == set(os.listdir(tmp_path / "cut"))
+    {"loss_type": "dr_grpo", "scale_rewards": "none"}, {"scale_rewards": "rloo", "beta": 0.0},
+    {"loss_type": "dapo", "num_iterations": 3, "learning_rate": 0.01}, {"bf16": True}])
+def test_a_rewarded_token_is_learned(settings):
+    """The smallest real run: four of the 48 tokens are worth 1, all others nothing."""
+
+    def reward(completions, **columns):
+        return [float(text in ("a", "b", "c", "d")) for text in completions]
+
+    run = {"num_generations": 16, "prompts_per_step": 2, "max_completion_length": 1, "steps": 14,
+           "learning_rate": 0.03, "temperature": 1.0, "beta": 0.001}
+    steps = steps_of(tiny_model(initializer_range=0.1), reward, **(run | settings))
+    means = [metrics["reward_mean"] for metrics, _ in steps]
+    assert means[0] < 0.4 and sum(means[-3:]) / 3 > 0.9
 
 
-def test_what_is_saved_is_the_model_and_where_it_stands(tmp_path):
-    model, metrics = go(tmp_path, save_steps=4)  # and at the end, after step 6
-    assert saved_step(tmp_path) == 6 and metrics[-1]["questions_seen"] == 12
-    tensors = grpo.load_file(tmp_path / "checkpoint.safetensors").values()
-    assert all(any(torch.equal(x, p) for x in tensors) for p in model.parameters())
-    assert len(tensors) == 4 * len(list(model.parameters()))  # and Adam's count and two averages
-    # A finished run has nothing left to do, and its metrics are still there.
-    assert train(small_model(), TOKENIZER, DATA, noisy_reward, tiny_config(save_steps=4), tmp_path,
-                 resume=True)[-1]["step"] == 6
-    assert [m["step"] for m in logged(tmp_path)] == [1, 2, 3, 4, 5, 6]
+@pytest.mark.parametrize("how", ["plainly", "two passes", "checkpointing", "the user's own"])
+@every_dropout
+def test_models_in_train_mode_are_trained_without_dropout(name, how):
+    """Also where gradient checkpointing, which needs train mode, was switched on by the user."""
+    family, dropout = DROPOUT[name]
+    settings = {"two passes": {"num_iterations": 2}, "checkpointing": {
+        "gradient_checkpointing": True}}.get(how, {})
+    plain = tiny_model(family)
+    other = tiny_model(family, **dropout).train()
+    if how == "the user's own":
+        other.gradient_checkpointing_enable()
+    for model in (plain, other):
+        history = go(model=model, steps=2, reward=uneven_reward, learning_rate=1e-3, **settings)
+        assert history[0]["sampler_gap"] < 1e-5
+    assert (weights_of(plain) - weights_of(other)).norm() < 1e-3 * weights_of(plain).norm()
 
 
-def test_save_steps_says_when(tmp_path):
-    for save_steps, steps in ((0, None), (2, 4)):
-        go(tmp_path / f"{save_steps}", stop=5, save_steps=save_steps)
-        there = os.path.exists(tmp_path / f"{save_steps}" / "checkpoint.safetensors")
-        assert steps == (saved_step(tmp_path / f"{save_steps}") if there else None)
-    go(tmp_path / "none", save_steps=0)
-    assert not os.path.exists(tmp_path / "none" / "checkpoint.safetensors")
+def test_gradient_checkpointing_computes_in_the_backward_pass_once_more():
+    tokens = []
+    for checkpointing in (False, True):
+        model = tiny_model()
+        seen = []
+        model.model.layers[0].self_attn.q_proj.register_forward_hook(
+            lambda _, __, out: seen.append(torch.is_grad_enabled() * out[..., 0].numel()))
+        next(steps_of(model, gradient_checkpointing=checkpointing))
+        tokens.append(sum(seen))
+    assert tokens[1] > 1.9 * tokens[0] > 0
 
 
-def test_the_learning_rate_warms_up_and_falls_and_a_resume_goes_on_with_it(tmp_path):
-    rates = [0.005, 0.01, 0.008, 0.006, 0.004, 0.002]  # never 0: each step is to teach something
-    first = go(tmp_path, stop=4, save_steps=3)[1]
-    assert [m["learning_rate"] for m in first] == pytest.approx(rates[:4])
-    rest = go(tmp_path, resume=True, save_steps=3)[1]
-    assert [m["learning_rate"] for m in rest] == pytest.approx(rates[3:])
+THIRDS = [1 / 3, 2 / 3, 1]
+SCHEDULES = {
+    "linear": THIRDS + [3 / 4, 2 / 4, 1 / 4],
+    "constant_with_warmup": THIRDS + [1, 1, 1],
+    "cosine": THIRDS + [0.5 + 0.5 * math.cos(math.pi * i / 4) for i in (1, 2, 3)],
+}
 
 
-def test_after_a_resume_the_reference_is_the_initial_model_not_the_saved_one(tmp_path):
-    go(tmp_path, stop=4, save_steps=1)
-    model = small_model()
-    steps = training_steps(model, TOKENIZER, DATA, noisy_reward, tiny_config(save_steps=1),
-                           tmp_path, resume=True)
-    _, learner = next(steps)
-    assert bits(learner.reference) == bits(small_model()) != bits(model)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_learning_rates(schedule):
+    """No step is made at rate 0, neither the first nor the last."""
+    model = tiny_model()
+    before = weights_of(model)
+    rates = []
+    for metrics, _ in steps_of(model, steps=6, warmup_steps=3, learning_rate=3e-3, beta=0.0,
+                               lr_scheduler_type=schedule, max_completion_length=2):
+        if not rates:  # Adam's first step is as long as the rate
+            assert (weights_of(model) - before).abs().max() == pytest.approx(1e-3, rel=1e-2)
+        rates.append(metrics["learning_rate"])
+    assert rates == pytest.approx([3e-3 * part for part in SCHEDULES[schedule]])
 
 
-def bf16_learner():
-    """On a GPU the model computes in bfloat16, and Adam moves float32 copies. Here, on the CPU."""
-    model = small_model(dtype=torch.bfloat16)
-    parameters = list(model.parameters())
-    weights = [p.detach().float() for p in parameters]
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight)
-    return Learner(model, None, parameters, weights, torch.optim.AdamW(weights, lr=0.01), 64)
+def test_a_sampler_that_is_another_policy_shows_in_the_gap():
+    model = tiny_model()
+
+    def meddling_reward(**columns):
+        for parameter in model.parameters():
+            parameter.data *= 1.1
+        return uneven_reward(**columns)
+
+    assert next(steps_of(model, meddling_reward))[0]["sampler_gap"] > 0.01
 
 
-def one_update(learner, config):
-    torch.manual_seed(0)
-    rollout = sample_groups(learner.model, TOKENIZER, ["a", "b", "c", "d e"], 4,
-                            max_completion_length=5)
-    return update(learner, rollout, torch.tensor([1.0, -1, 1, -1] * 4), None, config)
+def test_dynamic_sampling_replaces_flat_groups():
+    """What comes in their place stands with its own question, reward, log-probs and advantage."""
+    model = tiny_model(initializer_range=0.2)
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY))
+    model.lm_head.bias.data[END] = 2.0  # so that the longest answers differ, and some pad others
+    for metrics, learner in steps_of(model, dynamic_sampling=20, num_generations=3,
+                                     prompts_per_step=4, max_completion_length=40):
+        rollout = learner.rollout
+        prompts = [example["prompt"] for example in learner.examples]
+        assert len(prompts) == 4 and not set(prompts) & set(FLAT)
+        check_rollout(rollout, prompts, 3, 40)
+        T = rollout.completion_mask.shape[1]
+        answers = []
+        for ids, real in zip(rollout.input_ids[:, -T:], rollout.completion_mask):
+            answers.append(ids[real].tolist())
+        of_each_row = [prompt for prompt in prompts for _ in range(3)]
+        near(learner.rewards.flatten(), uneven_reward(of_each_row, answers))
+        near(learner.advantages, group_advantages(learner.rewards))
+        assert metrics["zero_variance_fraction"] == 0 and metrics["sampler_gap"] < 1e-5
+    assert metrics["questions_seen"] > 8
 
 
-def test_float32_master_weights_survive_the_checkpoint(tmp_path):
-    first, second, path = bf16_learner(), bf16_learner(), str(tmp_path / "x.safetensors")
-    one_update(first, tiny_config(beta=0))
-    save_checkpoint(path, 7, first, 12, {"seed": 1})
-    assert load_checkpoint(path, second, {"seed": 1}) == 7
-    assert second.questions_seen == 12
-    for parameter, weight, old in zip(second.parameters, second.weights, first.weights):
-        assert torch.equal(weight, old) and weight.dtype == torch.float32
+# Tries, two questions, and how many are drawn for a step of two.
+@pytest.mark.parametrize("tries, letters, drawn", [(0, "ad", 2), (3, "ad", 8), (3, "eb", 2)])
+def test_dynamic_sampling_draws_as_few_questions_as_it_can(tries, letters, drawn):
+    data = [{"prompt": letter} for letter in letters]
+    metrics, _ = next(steps_of(tiny_model(), data=data, prompts_per_step=2,
+                                dynamic_sampling=tries))
+    assert metrics["questions_seen"] == drawn
+
+
+# ------------------------------------------------------------------------------------------------
+# 4. Precision: bfloat16 over float32 masters, here on the CPU
+# ------------------------------------------------------------------------------------------------
+
+
+def test_master_weights_take_steps_that_bfloat16_cannot():
+    model = tiny_model()
+    frozen = model.model.norm.weight.requires_grad_(False)
+    start = [parameter.clone() for parameter in model.parameters() if parameter.requires_grad]
+    *_, (metrics, learner) = steps_of(model, bf16=True, steps=3, learning_rate=1e-6)
+    assert metrics["sampler_gap"] < 0.1
+    assert frozen.dtype == torch.bfloat16 and (frozen == 1).all()
+    assert len(learner.parameters) == len(learner.weights) == len(start)
+    moved = []
+    seen = []
+    for parameter, weight, before in zip(learner.parameters, learner.weights, start):
+        assert parameter.dtype == torch.bfloat16 and weight.dtype == torch.float32
         assert torch.equal(parameter, weight.bfloat16())
-        assert not torch.equal(parameter.float(), weight)
-        ours, theirs = second.optimizer.state[weight], first.optimizer.state[old]
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+        learns = weight.grad != 0
+        moved.append((weight - before).abs()[learns] > 3e-7)
+        seen.append((weight.bfloat16() != before.bfloat16())[learns])
+    assert torch.cat(moved).double().mean() > 0.8  # most of the masters have moved
+    assert torch.cat(seen).double().mean() < 0.1  # and in bfloat16 hardly any
+    # Positions are angles, kept in a buffer that bfloat16 would spoil.
+    angles = tiny_model().model.rotary_emb.inv_freq
+    for network in (model, learner.reference):
+        assert torch.equal(network.model.rotary_emb.inv_freq, angles)
+        assert {parameter.dtype for parameter in network.parameters()} == {torch.bfloat16}
 
 
-def campaign(folder, kills, seed):
-    """SIGKILL a run again and again, each time further on and at a random moment, and then let it
-    finish. In a process of its own that forks, so that the imports are paid for once only."""
-    chance, log = random.Random(int(seed)), Path(folder, "metrics.jsonl")
-
-    def reached():
-        return log.read_text().count("\n") if log.exists() else 0
-
-    for kill in range(1, int(kills) + 2):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                go(folder, resume=True, save_steps=1, **SEVERAL)
-                code = 0
-            finally:
-                os._exit(code)
-        if kill <= int(kills):
-            while reached() < 2 * kill:
-                time.sleep(0.01)
-            time.sleep(chance.uniform(0, 0.1))
-            os.kill(pid, signal.SIGKILL)
-        print("ended with", os.waitpid(pid, 0)[1], "after step", reached(), flush=True)
+def test_gradients_in_bfloat16_add_up_in_float32():
+    model = tiny_model()
+    added = []
+    # This hook is called before the training's own, which frees the gradient.
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda p: added.append(p.grad))
+    _, learner = next(steps_of(model, bf16=True, max_grad_norm=1e9, tokens_per_micro_batch=1))
+    assert len(added) == 12 and added[0].dtype == torch.bfloat16
+    total = torch.zeros(added[0].shape)
+    for one in added:
+        total += one
+    assert torch.equal(learner.weights[-1].grad, total)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on Windows")
-def test_sigkill_at_random_moments(tmp_path):
-    go(tmp_path / "whole", save_steps=1, **SEVERAL)
-    folder = str(tmp_path / "killed")
-    env = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.abspath(grpo.__file__))}
-    done = subprocess.run([sys.executable, __file__, "campaign", folder, "2", "1"], env=env,
-                          text=True, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    # Not one was too late, and the last run came to its end.
-    assert re.findall("with ([0-9]+)", done.stdout) == ["9", "9", "0"], done.stdout
-    assert result(folder) == result(tmp_path / "whole")
+def test_models_that_come_in_bfloat16_are_trained_in_float32_where_there_is_no_gpu():
+    model = tiny_model().bfloat16()
+    _, learner = next(steps_of(model))
+    for parameter, weight in zip(model.parameters(), learner.weights, strict=True):
+        assert weight is parameter and weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_second_run_finds_an_ordinary_model(bf16):
+    model = tiny_model()
+    list(steps_of(model.train(), bf16=bf16))
+    assert not model.training
+    twin = tiny_model()
+    for parameter, other in zip(twin.parameters(), model.parameters()):
+        parameter.data = other.data.clone()
+    for network in (model, twin):  # so does the user's own backward pass
+        network(torch.tensor([[6, 7, 8, 9]])).logits.float().logsumexp(dim=-1).sum().backward()
+    near(gradients_of(model), gradients_of(twin), 0)
+    histories = [go(model=network, steps=2, bf16=bf16) for network in (model, twin)]
+    assert histories[0] == histories[1]
+
+
+def test_quantized_models_are_refused():
+    model = tiny_model()
+    packed = torch.zeros(VOCABULARY, 32, dtype=torch.int8)
+    model.lm_head.weight = torch.nn.Parameter(packed, requires_grad=False)
+    with pytest.raises(ValueError, match="lm_head.weight is torch.int8.*quantized"):
+        next(steps_of(model))
+
+
+# ------------------------------------------------------------------------------------------------
+# 5. Settings
+# ------------------------------------------------------------------------------------------------
+
+WHOLE = [-1, 1.5, "2", None, math.nan]
+REAL = [-0.1, math.nan, math.inf, "0.1"]
+IMPOSSIBLE = {  # settings, and values that none of them may have
+    "num_generations": [1, 0, *WHOLE],
+    "prompts_per_step max_completion_length steps num_iterations": [0, *WHOLE],
+    "num_mini_batches tokens_per_micro_batch": [0, *WHOLE],
+    "warmup_steps dynamic_sampling seed save_steps": WHOLE,
+    "temperature max_grad_norm": [0, None, *REAL],
+    "learning_rate beta epsilon entropy_bonus": [None, *REAL],
+    "epsilon_high": REAL,
+    "loss_type scale_rewards lr_scheduler_type kl_penalty_type": ["bnpo", None],
+}
+
+
+@pytest.mark.parametrize("names", IMPOSSIBLE)
+def test_impossible_settings_are_refused_at_once(names):
+    for name in names.split():
+        for value in IMPOSSIBLE[names]:
+            with pytest.raises(ValueError, match=f"{name} is {value!r}"):
+                GRPOConfig(**{name: value})
+
+
+def test_settings_that_do_not_fit_together_are_refused():
+    with pytest.raises(ValueError, match="num_mini_batches is 5"):
+        GRPOConfig(prompts_per_step=4, num_mini_batches=5)
+    with pytest.raises(ValueError, match="kl_penalty_type 'mse'"):
+        GRPOConfig(beta=0, kl_penalty_type="mse")
+
+
+def test_settings_at_the_edge_are_taken():
+    GRPOConfig(epsilon=1.5, epsilon_high=0, prompts_per_step=4, num_mini_batches=4)
+    GRPOConfig(num_generations=2, prompts_per_step=1, max_completion_length=1, steps=1,
+               warmup_steps=0, learning_rate=0, beta=0, epsilon=0, save_steps=0)
+    assert GRPOConfig(scale_rewards=True).scale_rewards == "group"
+    assert GRPOConfig(scale_rewards=False).scale_rewards == "none"
+
+
+def test_settings_have_the_documents_values_and_trls_names():
+    documents = {
+        "num_generations": 8, "epsilon": 0.2, "epsilon_high": None, "beta": 0.04,
+        "temperature": 1.0, "loss_type": "grpo", "scale_rewards": "group", "num_iterations": 1,
+        "dynamic_sampling": 0, "max_completion_length": 512,
+    }
+    for name, value in documents.items():
+        assert getattr(GRPOConfig(), name) == value
+
+
+# ================================================================================================
+# The night
+# ================================================================================================
+
+# ------------------------------------------------------------------------------------------------
+# 1. Whatever breaks a run: resumed, it ends as if nothing had happened, to the last bit
+#
+# Each run below has a checkpoint of step 2 and was left after step 3. It is resumed, breaks in
+# step 3 or 4, and is resumed again. Then its folder has to be that of a run left in peace.
+# ------------------------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
-    """Nothing in the code under test may catch this, as nothing can catch a SIGKILL."""
+    """Like a SIGKILL: nothing in the program may catch it."""
 
 
-@pytest.mark.parametrize("moment", ["half written", "written, not renamed"])
-def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path, monkeypatch, moment):
-    go(tmp_path / "whole", save_steps=2)
-    go(tmp_path / "cut", stop=3, save_steps=2)
-    before, replace = (tmp_path / "cut" / "checkpoint.safetensors").read_bytes(), os.replace
-
-    def half(tensors, path, metadata):
-        Path(path).write_bytes(b"half a checkpoint")
-        raise Killed
-
-    def not_renamed(source, target):
-        if str(target).endswith("checkpoint.safetensors"):
-            raise Killed
-        replace(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(*((grpo, "save_file", half) if moment == "half written" else
-                        (os, "replace", not_renamed)))
-        with pytest.raises(Killed):
-            go(tmp_path / "cut", resume=True, save_steps=2)
-    assert "checkpoint.safetensors.new" in os.listdir(tmp_path / "cut")
-    assert (tmp_path / "cut" / "checkpoint.safetensors").read_bytes() == before
-    go(tmp_path / "cut", resume=True, save_steps=2)
-    assert result(tmp_path / "cut") == result(tmp_path / "whole")
-    assert "checkpoint.safetensors.new" not in os.listdir(tmp_path / "cut")
-
-
-def test_a_kill_while_resuming_loses_no_metrics(tmp_path, monkeypatch):
-    go(tmp_path / "whole", save_steps=2)
-    go(tmp_path / "cut", stop=5, save_steps=2)
-
-    def killed_open(file, mode="r", *args, **kwargs):
-        opened = open(file, mode, *args, **kwargs)
-        if "metrics.jsonl" in str(file) and mode != "r":  # opened, perhaps emptied, not written
-            opened.close()
-            raise Killed
-        return opened
-
-    with monkeypatch.context() as patch:
-        patch.setattr(grpo, "open", killed_open, raising=False)
-        with pytest.raises(Killed):
-            go(tmp_path / "cut", resume=True, save_steps=2)
-    go(tmp_path / "cut", resume=True, save_steps=2)
-    assert result(tmp_path / "cut") == result(tmp_path / "whole")
-
-
-def test_a_full_disk_is_said_and_the_checkpoint_before_is_whole(tmp_path, monkeypatch):
-    go(tmp_path / "whole", save_steps=2)
-    go(tmp_path / "cut", stop=3, save_steps=2)
-    before = (tmp_path / "cut" / "checkpoint.safetensors").read_bytes()
-
-    def full(tensors, path, metadata):
-        Path(path).write_bytes(b"half a checkpoint")
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(grpo, "save_file", full)
-        with pytest.raises(OSError, match="step 4.*No space left on device") as error:
-            go(tmp_path / "cut", resume=True, save_steps=2)
-    assert "checkpoint.safetensors" in str(error.value)
-    assert not [name for name in os.listdir(tmp_path / "cut") if name.endswith(".new")]
-    assert (tmp_path / "cut" / "checkpoint.safetensors").read_bytes() == before
-    go(tmp_path / "cut", resume=True, save_steps=2)  # room was made
-    assert result(tmp_path / "cut") == result(tmp_path / "whole")
-
-
-def interrupt_in(step, times):
-    """noisy_reward, in whose call number `step` Ctrl-C is pressed."""
+def breaks(function, call, instead):
+    """`function`, but in this call of it (0: in every one) `instead` is called, and given it."""
     calls = []
 
-    def reward(prompts, completions, **columns):
-        calls.append(prompts)
-        if len(calls) == step:
-            for _ in range(times):
-                signal.raise_signal(signal.SIGINT)
-        return noisy_reward(prompts, completions)
-    return reward
+    def broken(*args, **kwargs):
+        calls.append(1)
+        if call in (0, len(calls)):
+            return instead(function, *args, **kwargs)
+        return function(*args, **kwargs)
+    return broken
+
+
+def press_ctrl_c(function, *args, **kwargs):
+    signal.raise_signal(signal.SIGINT)
+    return function(*args, **kwargs)
+
+
+def press_it_twice(function, *args, **kwargs):
+    signal.raise_signal(signal.SIGINT)
+    return press_ctrl_c(function, *args, **kwargs)
+
+
+def nothing_but_nan(reward, **given):
+    return [NAN for _ in reward(**given)]  # the reward draws: that has to be undone
+
+
+def fail(*_, **__):
+    raise RuntimeError("the device is lost")
+
+
+def no_memory(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def kill(*_, **__):
+    raise Killed
+
+
+def kill_while_writing(serialize_file, tensors, path, metadata):
+    Path(path).write_bytes(b"half a checkpoint")
+    raise Killed
+
+
+def fill_the_disk(serialize_file, tensors, path, metadata):
+    Path(path).write_bytes(b"half a checkpoint")
+    raise OSError(28, "No space left on device")
+
+
+def kill_as_the_log_is_opened(open_file, path, *mode, **settings):
+    file = open_file(path, *mode, **settings)
+    if "metrics.jsonl" in str(path) and mode == ("w",):
+        raise Killed
+    return file
+
+
+SAVING = (safetensors.torch, "serialize_file")
+CLIPPING = (torch.nn.utils, "clip_grad_norm_")
+FAULTS = {  # the error that ends the run; the step saved then, if not 2; what breaks in which call
+    "the reward raises": dict(
+        error=ValueError, says="raised RuntimeError: the device", reward=(1, fail)),
+    "the reward is nan": dict(
+        error=ValueError, says="returned nan at place 0", reward=(1, nothing_but_nan)),
+    "ctrl-c": dict(error=None, saved=3, reward=(1, press_ctrl_c)),
+    "ctrl-c twice": dict(error=KeyboardInterrupt, reward=(1, press_it_twice)),
+    "ctrl-c while the caller is busy": dict(error=None, saved=3, caller=(1, press_ctrl_c)),
+    "the caller's evaluation fails": dict(error=RuntimeError, saved=4, caller=(2, fail)),
+    "the second update fails": dict(
+        error=RuntimeError, says="^the device is lost$", patch=(*CLIPPING, 2, fail)),
+    "hopelessly out of memory": dict(
+        error=torch.OutOfMemoryError, says="1 prompts at once.*gradient_checkpointing.*smaller",
+        patch=(torch.nn.Embedding, "forward", 0, no_memory)),
+    "disk full": dict(
+        error=OSError, says="step 4 could not be saved.*No space left on device.*intact",
+        patch=(*SAVING, 1, fill_the_disk)),
+    "killed while writing": dict(error=Killed, patch=(*SAVING, 1, kill_while_writing)),
+    "killed before the log is renamed": dict(error=Killed, patch=(os, "replace", 1, kill)),
+    "killed before the checkpoint is renamed": dict(error=Killed, patch=(os, "replace", 2, kill)),
+    "killed while resuming": dict(
+        error=Killed, patch=(builtins, "open", 0, kill_as_the_log_is_opened)),
+}
+
+
+def coarse_reward(prompts, completions, **columns):
+    """So coarse that many groups are flat, and dynamic sampling draws one or two questions more."""
+    return [float(reward > 1) for reward in noisy_reward(prompts, completions)]
+
+
+RUNS = {
+    "plain": dict(),
+    "several updates": dict(num_iterations=2, num_mini_batches=2, beta=0),
+    "dynamic sampling in bfloat16": dict(
+        dynamic_sampling=2, num_generations=2, bf16=True, reward=coarse_reward),
+}
+for run in RUNS.values():
+    run |= dict(steps=5, save_steps=2)
+
+
+def result(folder):
+    """All that a run leaves: the checkpoint's bytes, and the log, which is JSON without NaN."""
+    checkpoint = (Path(folder) / "checkpoint.safetensors").read_bytes()
+    log = []
+    for line in (Path(folder) / "metrics.jsonl").read_text().splitlines():
+        log.append(untimed(json.loads(line, parse_constant=pytest.fail)))
+    return checkpoint, log
+
+
+def ends_with(error, says=None):
+    if error is None:
+        return contextlib.nullcontext()
+    return pytest.raises(error, match=says)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """For each of RUNS the folder of a whole run, and that of one which was left after step 3."""
+    found = {}
+    for name, run in RUNS.items():
+        whole = tmp_path_factory.mktemp("whole")
+        left = tmp_path_factory.mktemp("left")
+        go(whole, **run)
+        go(left, stop=3, **run)
+        found[name] = (whole, left)
+    return found
 
 
 @pytest.fixture
 def own_handler():
-    """A handler of the caller's; gives a function that says whether it is still in place."""
+    """A handler of the caller's for Ctrl-C, which must be there again when a run is over."""
     def handler(*_):
-        raise AssertionError("the caller's handler was called")
-    old = signal.signal(signal.SIGINT, handler)
-    yield lambda: signal.getsignal(signal.SIGINT) is handler
-    signal.signal(signal.SIGINT, old)
+        pytest.fail("the caller's handler was called")
+    before = signal.signal(signal.SIGINT, handler)
+    yield handler
+    signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_finishes_the_step_saves_and_ends(tmp_path, own_handler, capsys):
-    go(tmp_path / "whole")
-    _, metrics = go(tmp_path / "cut", reward=interrupt_in(3, times=1))
-    assert [m["step"] for m in metrics] == [1, 2, 3] and saved_step(tmp_path / "cut") == 3
-    assert own_handler() and "interrupted" in capsys.readouterr().out
-    go(tmp_path / "cut", resume=True, seeds=99)
-    assert result(tmp_path / "cut") == result(tmp_path / "whole")
+def assert_given_back(model, handler):
+    """However a run ends, it leaves the caller's Ctrl-C and an ordinary model."""
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    # A hook that was left on the model would take these gradients away.
+    model(input_ids=torch.ones(1, 3, dtype=torch.long)).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_ctrl_c_twice_stops_at_once(tmp_path, own_handler):
-    with pytest.raises(KeyboardInterrupt):
-        go(tmp_path, reward=interrupt_in(3, times=2), save_steps=1)
-    assert own_handler() and [m["step"] for m in logged(tmp_path)] == [1, 2]
-    assert saved_step(tmp_path) == 2
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_run_goes_on_as_if_nothing_had_happened(fault, run, folders, tmp_path,
+                                                         monkeypatch, own_handler, capsys):
+    whole, left = folders[run]
+    folder = tmp_path / "run"
+    shutil.copytree(left, folder)
+    fault = dict(saved=2, says=None) | FAULTS[fault]
+    run = dict(folder=folder, resume=True) | RUNS[run]
+    broken = run | dict(model=tiny_model())
+    if "reward" in fault:
+        broken["reward"] = breaks(run.get("reward", noisy_reward), *fault["reward"])
+    if "caller" in fault:
+        broken["between"] = breaks(lambda _: None, *fault["caller"])
+    with monkeypatch.context() as patch:
+        if "patch" in fault:
+            module, name, *rest = fault["patch"]
+            patch.setattr(module, name, breaks(getattr(module, name), *rest))
+        with ends_with(fault["error"], fault["says"]):
+            go(**broken)
+    assert_given_back(broken["model"], own_handler)
+    assert ("interrupted" in capsys.readouterr().out) == ("press" in str(fault))
+    if fault["error"] is Killed:  # in the middle of a line, for example
+        with open(folder / "metrics.jsonl", "a") as log:
+            log.write('{"step": 4, "los')
+    else:
+        assert not list(folder.glob("*.new"))
+    rest = go(**run)
+    assert rest[0]["step"] == fault["saved"] + 1
+    assert result(folder) == result(whole)
+    assert set(os.listdir(folder)) == {"checkpoint.safetensors", "metrics.jsonl"}
 
 
-def test_the_signal_handler_comes_back_however_a_run_ends(own_handler):
-    go(stop=1)  # left alone
-    assert own_handler()
-    with pytest.raises(ValueError):
-        go(reward=lambda **columns: None)
-    assert own_handler()
-    go(steps=1)
-    assert own_handler()
+SAVES = {1: [1, 2, 3, 4, 5], 3: [3, 5], 9: [5], 0: []}
 
 
-def test_a_run_in_another_thread(own_handler):
-    """Only the main thread may set signal handlers; elsewhere there is no Ctrl-C to catch."""
-    runs = []
-    thread = threading.Thread(target=lambda: runs.append(go(steps=2)))
-    thread.start()
-    thread.join()
-    assert runs[0][1] == go(steps=2)[1] and own_handler()
+@pytest.mark.parametrize("save_steps", SAVES)
+def test_save_steps_says_when(save_steps, tmp_path):
+    """And with it how many steps can be lost at most. The last step is always saved, unless 0."""
+    path = tmp_path / "checkpoint.safetensors"
+    found = [b""]
+    changes = []
+
+    def look(metrics):
+        bytes_now = path.read_bytes() if path.exists() else b""
+        if bytes_now != found[-1]:
+            changes.append(metrics["step"])
+        found.append(bytes_now)
+
+    go(tmp_path, steps=5, save_steps=save_steps, between=look)
+    assert changes == SAVES[save_steps]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
 
 
-@pytest.mark.parametrize("named, change", [
-    ("learning_rate 0.01.* 0.02", dict(learning_rate=0.02)), ("seed 3.* 4", dict(seed=4)),
-    ("num_iterations 1.* 2", dict(num_iterations=2)), ("steps 6.* 7", dict(steps=7)),
-    ("epsilon_high None.* 0.3", dict(epsilon_high=0.3)),
-    ("model", dict(model=1)), ("rows 7.* 5|data", dict(data=DATA[:5])),
-    ("rows|data", dict(data=[{"prompt": "x", "answer": row["answer"]} for row in DATA])),
-])
-def test_a_checkpoint_of_another_run_is_refused_with_the_difference_named(tmp_path, named, change):
-    go(tmp_path, stop=3, save_steps=1)
-    before = result(tmp_path)
-    if "model" in change:
-        change = dict(model=small_model(seed=1))
-    with pytest.raises(ValueError) as error:
-        go(tmp_path, resume=True, **{"save_steps": 1, **change})
-    # The folder is taken out: pytest puts the test's name, settings included, into it.
-    assert re.search(named, str(error.value).replace(str(tmp_path), "")), str(error.value)
-    assert result(tmp_path) == before
+LONG = dict(steps=10, save_steps=1, num_iterations=2, num_mini_batches=2)
 
 
-def test_a_run_is_not_overwritten(tmp_path):
-    go(tmp_path, stop=3, save_steps=1)
-    before = result(tmp_path)
+def campaign(folder, kills):
+    """SIGKILL a run again and again, further on each time, at random moments; then let it finish.
+
+    It is called in a process of its own, which imports once and forks for every run.
+    """
+    chance = random.Random(1)
+    log = Path(folder) / "metrics.jsonl"
+
+    def steps_done():
+        if not log.exists():
+            return 0
+        return log.read_text().count("\n")
+
+    for kill in range(kills + 1):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                go(folder, resume=True, **LONG)
+                code = 0
+            finally:
+                os._exit(code)
+        if kill < kills:
+            for _ in range(2000):  # ten seconds at most, if it does not come to that
+                if steps_done() >= 2 * (kill + 1):
+                    break
+                time.sleep(0.005)
+            time.sleep(chance.uniform(0, 0.06))
+            os.kill(child, signal.SIGKILL)
+        print("ended with", os.waitpid(child, 0)[1], flush=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on Windows")
+def test_sigkill_at_random_moments(tmp_path):
+    go(tmp_path / "whole", **LONG)
+    killed = str(tmp_path / "killed")
+    here = Path(__file__)
+    code = f"import {here.stem} as tests; tests.campaign({killed!r}, 2)"
+    path = os.pathsep.join([str(here.parent), str(Path(grpo.__file__).parent)])
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path},
+                          text=True, capture_output=True, timeout=300)
+    ends = re.findall("ended with ([0-9]+)", done.stdout)
+    assert ends[-1] == "0" and str(int(signal.SIGKILL)) in ends, done.stderr[-2000:]
+    assert result(killed) == result(tmp_path / "whole")
+
+
+# ------------------------------------------------------------------------------------------------
+# 2. Resume: the same run, or none
+# ------------------------------------------------------------------------------------------------
+
+OTHER_SETTINGS = dict(
+    num_generations=2, prompts_per_step=3, max_completion_length=6, temperature=0.9, beta=0.2,
+    epsilon=0.3, epsilon_high=0.3, loss_type="dapo", scale_rewards="none", steps=7,
+    num_iterations=2, num_mini_batches=2, learning_rate=0.02, warmup_steps=3,
+    lr_scheduler_type="cosine", max_grad_norm=2.0, kl_penalty_type="mse", entropy_bonus=0.1,
+    mask_truncated_completions=True, dynamic_sampling=1, seed=4, bf16=True)
+MAY_CHANGE = dict(save_steps=5, gradient_checkpointing=True, tokens_per_micro_batch=64)
+OTHER_RUNS = {
+    "examples is 7, here 5": dict(data=QUESTIONS[:5]),
+    "loss_fn is grpo_loss, here gspo_loss": dict(loss_fn=gspo_loss),
+    "initial weights is .*, here": dict(model=tiny_model(seed=1)),
+}
+for setting, value in OTHER_SETTINGS.items():
+    OTHER_RUNS[f"{setting} is .*, here {value}$"] = {setting: value}
+
+
+@pytest.mark.parametrize("says", OTHER_RUNS)
+def test_another_run_is_refused_with_the_difference_named(says, folders):
+    left = folders["plain"][1]
+    before = result(left)
+    with pytest.raises(ValueError, match=f"there .*{says}"):
+        go(left, resume=True, **RUNS["plain"] | OTHER_RUNS[says])
+    assert result(left) == before
+
+
+def test_what_changes_only_time_and_memory_may_change(folders, tmp_path):
+    settings = {field.name for field in dataclasses.fields(GRPOConfig)}
+    assert settings == set(OTHER_SETTINGS) | set(MAY_CHANGE)  # a new one belongs into one of them
+    shutil.copytree(folders["plain"][1], tmp_path / "run")
+    rest = go(tmp_path / "run", resume=True, **RUNS["plain"] | MAY_CHANGE)
+    assert [metrics["step"] for metrics in rest] == [3, 4, 5]
+
+
+def test_a_run_is_not_overwritten(folders):
+    left = folders["plain"][1]
+    before = result(left)
     with pytest.raises(ValueError, match="resume"):
-        go(tmp_path, save_steps=1)
-    assert result(tmp_path) == before
-    os.remove(tmp_path / "metrics.jsonl")  # a checkpoint alone is a run too
+        go(left, **RUNS["plain"])
+    assert result(left) == before
+
+
+def test_a_log_alone_is_a_run_too(tmp_path):
+    go(tmp_path, stop=1)
     with pytest.raises(ValueError, match="resume"):
-        go(tmp_path, save_steps=1)
+        go(tmp_path)
 
 
 def test_resume_without_a_folder_is_refused_before_anything_is_trained():
-    model = small_model()
+    model = tiny_model()
     with pytest.raises(ValueError, match="output_dir"):
-        train(model, TOKENIZER, DATA, noisy_reward, tiny_config(), resume=True)
-    assert bits(model) == bits(small_model())
+        go(model=model, resume=True)
+    assert torch.equal(weights_of(model), weights_of(tiny_model()))
 
 
-def test_the_order_of_the_questions_is_the_seeds_and_can_be_entered_anywhere():
-    data = list("abcdefg")
-    first = list(itertools.islice(question_stream(data, 3), 21))
-    for epoch in (first[:7], first[7:14], first[14:]):
-        assert sorted(epoch) == data  # none twice before all have been seen
-    assert len({tuple(first[i : i + 7]) for i in (0, 7, 14)}) == 3  # shuffled anew
-    for seen in range(15):
-        assert list(itertools.islice(question_stream(data, 3, seen), 6)) == first[seen : seen + 6]
-    assert list(itertools.islice(question_stream(data, 4), 7)) != first[:7]
+def test_resume_without_a_checkpoint_starts_anew(folders, tmp_path):
+    go(tmp_path, stop=1, **RUNS["plain"])  # there is a log, and nothing is saved yet
+    assert len(go(tmp_path, resume=True, **RUNS["plain"])) == 5
+    assert result(tmp_path) == result(folders["plain"][0])
 
 
-# --------------------------------------------------------------------------------------
-# Numbers that go wrong
-# --------------------------------------------------------------------------------------
+def test_a_finished_run_returns_what_it_had_logged(folders):
+    whole = folders["plain"][0]
+    model = tiny_model()
+    config = tiny_config(**RUNS["plain"])
+    history = train(model, TOKENIZER, QUESTIONS, noisy_reward, config, whole, resume=True)
+    assert [untimed(metrics) for metrics in history] == result(whole)[1]
+    assert len(history) == 5
+    trained = tiny_model()
+    go(model=trained, steps=5)
+    assert torch.equal(weights_of(model), weights_of(trained))
 
 
-def test_nan_in_a_weight_takes_no_step_and_stops_the_run(tmp_path, capsys):
-    def broken_model():
-        model = small_model()
-        model.lm_head.weight.data[5, 0] = math.nan
-        return model
-
-    model = broken_model()
-    with pytest.raises(FloatingPointError, match="loss nan"):
-        go(tmp_path, model=model, save_steps=1)
-    assert capsys.readouterr().out.count("update skipped") == 3
-    assert bits(model) == bits(broken_model())
-    metrics = logged(tmp_path)
-    assert [m["skipped_updates"] for m in metrics] == [1, 1] and saved_step(tmp_path) == 2
-    # The checkpoint can be loaded, though Adam has nothing to remember yet; a hopeless run stops
-    # again as it did.
-    with pytest.raises(FloatingPointError):
-        go(tmp_path, model=broken_model(), resume=True, save_steps=1)
-    assert capsys.readouterr().out.count("update skipped") == 3
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="only Linux tells")
+def test_a_resumed_run_does_not_hold_on_to_the_file_that_it_came_from(folders, tmp_path):
+    """Mapped into memory, the old checkpoint would keep its room on the disk once replaced."""
+    shutil.copytree(folders["plain"][1], tmp_path / "run")
+    maps = []
+    go(tmp_path / "run", resume=True, **RUNS["plain"],
+       between=lambda _: maps.append(Path("/proc/self/maps").read_text()))
+    assert len(maps) == 3 and str(tmp_path) not in "".join(maps)
 
 
-def test_nan_from_one_prompt_is_named(capsys):
-    data = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "x"}, {"prompt": "d"}]
-    model, x = small_model(end=0.0), TOKENIZER("x")["input_ids"][0]
-    model.model.embed_tokens.weight.data[x] = math.nan
-    model.lm_head.bias.data[x] = -100.0  # and no answer to another question has an x in it
-    before = bits(model)
-    _, (metrics,) = go(model=model, data=data, prompts_per_step=4, steps=1)
+def test_a_checkpoint_holds_numbers_and_text_and_nothing_else(folders):
+    checkpoint = result(folders["dynamic sampling in bfloat16"][0])[0]
+    length = int.from_bytes(checkpoint[:8], "little")
+    header = json.loads(checkpoint[8 : 8 + length])
+    for text in header.pop("__metadata__").values():
+        json.loads(text)
+    numbers = 0
+    for entry in header.values():
+        assert entry["dtype"] == "F32"  # the masters, although the model computes in bfloat16
+        numbers += math.prod(entry["shape"])
+    assert 8 + length + 4 * numbers == len(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["grpo.py", "gsm8k_demo.py"])
+def test_nothing_in_the_sources_runs_what_a_stranger_wrote(name):
+    source = (Path(grpo.__file__).parent / name).read_text(encoding="utf-8")
+    runs_code = (r"(?<![.\w])(?:eval|exec|compile|__import__)\(|torch\.load|os\.system|"
+                 r"import (?:pickle|marshal|shelve|subprocess)|trust_remote_code=True")
+    assert re.findall(runs_code, source) == []
+
+
+# ------------------------------------------------------------------------------------------------
+# 3. Ctrl-C in another thread
+# ------------------------------------------------------------------------------------------------
+
+def test_in_another_thread_no_handler_is_touched(own_handler):
+    """Only the main thread may set one; a run elsewhere has to do without, and say nothing."""
+    histories = []
+    handlers = []
+
+    def work():
+        histories.append(go(between=lambda _: handlers.append(signal.getsignal(signal.SIGINT))))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert histories == [go()]
+    assert set(handlers) == {own_handler}
+
+
+# ------------------------------------------------------------------------------------------------
+# 4. Too little memory: half as much at once, and the same result
+#
+# A hook plays the small card: at one place, more than four rows at once are too much for it. There
+# are 12 rows of answers to 3 questions, and 4 of up to 15 tokens each fit into a budget of 64.
+# ------------------------------------------------------------------------------------------------
+
+HALVES = ["128 tokens", "64 tokens"]
+PLACES = {  # where memory runs out; the halves that are tried; how the same run is had in peace
+    "sampling": (["2 prompts", "1 prompts"], dict()),
+    "reference": (HALVES, dict(tokens_per_micro_batch=64)),
+    "pi_old": (HALVES, dict(tokens_per_micro_batch=64, beta=0, num_iterations=2)),
+    "forward": (HALVES, dict(tokens_per_micro_batch=64, beta=0)),
+    "backward": (HALVES, dict(tokens_per_micro_batch=64, beta=0)),
+    "backward, in bfloat16": (HALVES, dict(tokens_per_micro_batch=64, beta=0, bf16=True)),
+}
+
+
+def ending_model(logit, **settings):
+    """The end tokens' logits are raised by `logit`: 100 for empty answers, -100 for none to end."""
+    model = tiny_model(**settings)
+    bias = torch.zeros(VOCABULARY)
+    bias[[END, EOS]] = logit
+    model.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
+    return model
+
+
+def small_card(place):
+    """A model that runs out of memory at `place`, and a reward that tells it how far a step is."""
+    model = ending_model(-100.0)
+    now = {"scoring": False, "rows": 0}
+
+    def reward(prompts, completions, **columns):
+        now["scoring"] = True  # sampling is over
+        return noisy_reward(prompts, completions)
+
+    def before_forward(trunk, args, kwargs):
+        ids = args[0] if args else kwargs["input_ids"]
+        now["rows"] = len(ids)
+        here = "sampling"
+        if now["scoring"]:
+            here = "pi_old"
+        if not trunk.embed_tokens.weight.requires_grad:
+            here = "reference"
+        if torch.is_grad_enabled():
+            here = "forward"
+            now["scoring"] = False  # sampling comes next
+        if here == place and now["rows"] > 4:
+            no_memory()
+
+    def with_the_last_gradient(parameter):
+        if place.startswith("backward") and now["rows"] > 4:
+            no_memory()
+
+    trunk = model.get_decoder()
+    trunk.register_forward_pre_hook(before_forward, with_kwargs=True)
+    trunk.embed_tokens.weight.register_post_accumulate_grad_hook(with_the_last_gradient)
+    return model, reward
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_out_of_memory_does_the_same_in_smaller_parts(place, capsys):
+    halves, in_peace = PLACES[place]
+    run = dict(prompts_per_step=3, max_completion_length=12, steps=2) | in_peace
+    model = ending_model(-100.0)
+    wanted = go(model=model, **run)
+    small, reward = small_card(place)
+    capsys.readouterr()
+    found = go(model=small, reward=reward, **run | dict(tokens_per_micro_batch=256))
+    said = re.findall("from here on (.*) at once", capsys.readouterr().out)
+    assert said == halves  # once each, not in every step: it is remembered
+    for ours, theirs in zip(found, wanted):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-4)
+    assert torch.equal(weights_of(small), weights_of(model))
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch, capsys):
+    monkeypatch.setattr(torch.nn.Embedding, "forward", fail)
+    with pytest.raises(RuntimeError, match="^the device is lost$"):
+        go()
+    assert capsys.readouterr().out == ""
+
+
+# ------------------------------------------------------------------------------------------------
+# 5. Numbers that are not finite: an update is skipped, two are forgiven, the third ends the run
+# ------------------------------------------------------------------------------------------------
+
+NOT_FINITE = {
+    "the loss is nan": lambda loss: loss * NAN,
+    "the loss is inf": lambda loss: loss + INF,
+    "the gradient is not": lambda loss: loss + (loss - loss.detach()).sqrt(),  # the root at 0
+}
+
+
+def loss_that_fails(name, updates):
+    """grpo_loss, but not in these updates. One call is one update where all rows fit at once."""
+    calls = []
+
+    def loss_fn(*args, **kwargs):
+        loss, metrics = grpo_loss(*args, **kwargs)
+        calls.append(1)
+        if len(calls) in updates:
+            loss = NOT_FINITE[name](loss)
+        return loss, metrics
+    return loss_fn
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_two_failures_in_a_row_are_forgiven(name, capsys):
+    model = ending_model(-100.0)
+    weights = [weights_of(model)]
+    history = go(model=model, loss_fn=loss_that_fails(name, {2, 3, 5, 6}),
+                 between=lambda _: weights.append(weights_of(model)))
+    for metrics in history:
+        step = metrics["step"]
+        stands_still = torch.equal(weights[step], weights[step - 1])
+        assert stands_still == bool(metrics["skipped_updates"]) == (step in (2, 3, 5, 6))
+        assert all(math.isfinite(value) for value in metrics.values())
     said = capsys.readouterr().out
-    assert re.search("loss nan.*'x'", said)
-    assert bits(model) == before and metrics["skipped_updates"] == 1
-    assert all(math.isfinite(x) for x in metrics.values())
+    assert re.findall("update skipped, (.) in a row", said) == ["1", "2", "1", "2"]
 
 
-def faulty(monkeypatch, fault, bad):
-    """Inject `fault` into the updates whose numbers are in `bad`, counted from 1."""
-    calls, clip, logprobs = [], torch.nn.utils.clip_grad_norm_, grpo.token_logprobs
-
-    def clip_wrongly(weights, most):
-        calls.append(1)
-        norm = clip(weights, most)
-        return torch.tensor(float(fault)) if len(calls) in bad else norm
-
-    def score_wrongly(*args, **kwargs):
-        found = logprobs(*args, **kwargs)
-        if not torch.is_grad_enabled():  # the reference
-            return found
-        calls.append(1)
-        return (found[0] * math.nan, found[1]) if len(calls) in bad else found
-
-    if fault == "logprobs":
-        monkeypatch.setattr(grpo, "token_logprobs", score_wrongly)
-    else:
-        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_wrongly)
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_the_third_failure_in_a_row_ends_the_run(name, tmp_path):
+    model = ending_model(-100.0)
+    run = dict(folder=tmp_path, save_steps=2)
+    with pytest.raises(FloatingPointError):
+        go(model=model, loss_fn=loss_that_fails(name, {3, 4, 5}), **run)
+    before = ending_model(-100.0)
+    go(model=before, stop=2)
+    assert torch.equal(weights_of(model), weights_of(before))
+    # Mended, it goes on from the last checkpoint.
+    rest = go(model=ending_model(-100.0), loss_fn=loss_that_fails(name, set()), resume=True, **run)
+    assert [metrics["step"] for metrics in rest] == [5, 6]
+    assert [metrics["skipped_updates"] for metrics in rest] == [0, 0]
 
 
-@pytest.mark.parametrize("fault", ["inf", "nan", "logprobs"])
-def test_two_failures_in_a_row_are_forgiven(monkeypatch, fault, capsys):
-    faulty(monkeypatch, fault, {2, 3, 5, 6})
-    model, taken = small_model(), [bits(small_model())]
-    for metrics, learner in training_steps(model, TOKENIZER, DATA, noisy_reward, tiny_config()):
-        taken.append(bits(model))
-        assert all(math.isfinite(x) for x in metrics.values())
-        skipped = metrics["step"] in (2, 3, 5, 6)
-        assert metrics["skipped_updates"] == skipped and (taken[-1] == taken[-2]) == skipped
-    assert learner.failed == 2 and capsys.readouterr().out.count("update skipped") == 4
+def test_the_question_that_broke_an_update_is_named(tmp_path, capsys):
+    model = ending_model(0.0)
+    word = TOKENIZER("x")["input_ids"][0]
+    model.get_decoder().embed_tokens.weight.data[word] = NAN
+    model.lm_head.bias.data[word] = -100.0  # no answer to another question has an x in it
+    before = weights_of(model)
+    data = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "x"}, {"prompt": "d"}]
+    for order, questions in enumerate([data, data[::-1]]):  # in one at least, x is not the first
+        run = dict(folder=tmp_path / str(order), data=questions, prompts_per_step=4, steps=1)
+        go(model=model, **run)
+        assert "the loss is nan, because of an answer to 'x'" in capsys.readouterr().out
+        assert result(run["folder"])[1][0]["skipped_updates"] == 1
+        torch.testing.assert_close(weights_of(model), before, rtol=0, atol=0, equal_nan=True)
+        go(model=model, resume=True, **run)  # Adam has nothing to remember yet, and that is fine
+    with pytest.raises(FloatingPointError):
+        go(model=model, data=[{"prompt": "x"}])
 
 
-@pytest.mark.parametrize("fault", ["inf", "nan", "logprobs"])
-def test_three_failures_in_a_row_stop_the_run_at_a_checkpoint(tmp_path, monkeypatch, fault):
-    with monkeypatch.context() as patch:
-        faulty(patch, fault, {3, 4, 5})
-        model = small_model()
-        with pytest.raises(FloatingPointError):
-            go(tmp_path, model=model)
-    assert saved_step(tmp_path) == 4 and len(logged(tmp_path)) == 4
-    assert bits(model) == bits(go(stop=2)[0])  # as it was before the first failure
-    _, rest = go(tmp_path, resume=True)
-    assert [m["step"] for m in logged(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    assert [m["skipped_updates"] for m in rest] == [0, 0]
+# ------------------------------------------------------------------------------------------------
+# 6. The reward's contract, both ways
+# ------------------------------------------------------------------------------------------------
+
+BAD_REWARDS = {  # what it returns for n answers; what is said of it, for n = 8
+    "raises": (lambda n: {}["answr"], "raised KeyError: 'answr'"),
+    "nothing": (lambda n: None, "returned None, wanted a list of 8 numbers"),
+    "one number": (lambda n: 1.0, "returned 1.0, wanted a list of 8 numbers"),
+    "too few": (lambda n: [0.5] * (n - 1), "returned [0.5, 0.5"),
+    "too many": (lambda n: [0.5] * (n + 1), "returned [0.5, 0.5"),
+    "a string": (lambda n: "1" * n, "returned '11111111', wanted a list of 8 numbers"),
+    "a tensor": (lambda n: torch.zeros(n), "returned tensor([0., 0., "),
+    "an array": (lambda n: np.zeros(n), "returned array([0., 0., "),
+    "a generator": (lambda n: (0.5 for _ in range(n)), "returned <generator"),
+    "a dict": (lambda n: dict.fromkeys(range(n), 0.5), "returned {0: 0.5, "),
+}
+BAD_VALUES = [None, NAN, INF, -INF, "1.0", 1j, torch.tensor(1.0), [1.0], np.float32("nan"), 1e300,
+              10**400]
+for value in BAD_VALUES:
+    BAD_REWARDS[f"{value!r:.20}"] = (lambda n, value=value: [0.5] * (n - 1) + [value],
+                                     f"returned {value!r} at place 7, wanted a finite number")
 
 
-def test_logits_of_minus_infinity_are_allowed(tmp_path):
-    """A way to forbid ids that the tokenizer does not know. No metric becomes NaN by it."""
-    model = small_model(end=0)
-    model.lm_head.bias.data[39:] = -math.inf
-    go(tmp_path, model=model, steps=2)
-    assert [m["skipped_updates"] for m in logged(tmp_path)] == [0, 0]
+@pytest.mark.parametrize("name", BAD_REWARDS)
+def test_a_broken_reward_is_named_with_place_and_value(name):
+    gives, says = BAD_REWARDS[name]
 
-
-# --------------------------------------------------------------------------------------
-# A reward that breaks its contract, and one that does not
-# --------------------------------------------------------------------------------------
-
-
-def with_place(value, place=3):
-    return lambda n: [0.5] * place + [value] + [0.5] * (n - place - 1)
-
-
-@pytest.mark.parametrize("give, words", [
-    (lambda n: 1 / 0, ["ZeroDivisionError", "division by zero"]),
-    (lambda n: {}["answr"], ["KeyError", "answr"]),
-    (lambda n: None, ["None"]), (lambda n: 1.0, ["1.0", "8"]),
-    (lambda n: [], ["[]", "8"]), (lambda n: [0.5] * 7, ["0.5, 0.5", "8"]),
-    (lambda n: [0.5] * 9, ["0.5, 0.5", "8"]),
-    (lambda n: "12345678", ["'12345678'", "8"]), (lambda n: torch.zeros(8), ["tensor", "8"]),
-    (lambda n: np.zeros(8), ["array(", "8"]),
-    (lambda n: dict.fromkeys(range(8), 1.0), ["{0: 1.0"]),
-    (lambda n: (0.5 for _ in range(8)), ["generator"]), (lambda n: set(range(8)), ["{0, 1"]),
-    (with_place(None), ["None", "place 3"]), (with_place(math.nan), ["nan", "place 3"]),
-    (with_place(math.inf, 7), ["inf", "place 7"]), (with_place(-math.inf, 0), ["-inf", "place 0"]),
-    (with_place("1.0"), ["'1.0'", "place 3"]), (with_place(1j), ["1j", "place 3"]),
-    (with_place(torch.tensor(1.0)), ["tensor(1.)", "place 3"]),
-    (with_place([1.0]), ["[1.0]", "place 3"]), (with_place(np.float32("nan")), ["nan", "place 3"]),
-    (with_place(10**400), ["0000", "place 3"]), (with_place(1e300), ["1e+300", "place 3"]),
-])
-def test_a_broken_reward_is_named_with_place_and_value(give, words):
     def my_own_reward(prompts, completions, **columns):
-        return give(len(completions))
+        return gives(len(completions))
 
-    model = small_model()
-    with pytest.raises(ValueError) as error:
-        go(model=model, reward=my_own_reward, steps=2)
-    for word in ["my_own_reward", *words]:
-        assert word in str(error.value)
-    assert bits(model) == bits(small_model())
+    with pytest.raises(ValueError, match=re.escape(f"reward function my_own_reward {says}")):
+        go(reward=my_own_reward)
 
 
-def test_rewards_that_are_numbers_are_taken_whatever_their_type():
-    rollout = sample_groups(small_model(), TOKENIZER, ["a", "b"], 4, max_completion_length=3)
-    given = [True, False, 3, -2.5, np.float32(0.5), np.float64(0.25), np.int64(7), 0]
-    wanted = [[1.0, 0.0, 3.0, -2.5], [0.5, 0.25, 7.0, 0.0]]
-    rows = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
-    for kind in (list, tuple):
-        seen = {}
-
-        def reward(**columns):
-            seen.update(columns)
-            return kind(given)
-
-        rewards = score_rewards(reward, rows, rollout, 4)
-        assert rewards.dtype == torch.float64 and rewards.tolist() == wanted
-        assert seen["prompts"] == ["a"] * 4 + ["b"] * 4 and seen["n"] == [1] * 4 + [2] * 4
-        assert seen["completions"] == rollout.texts and len(seen["completion_ids"]) == 8
-    # A function without a name of its own is named as Python would.
-    with pytest.raises(ValueError, match=r"functools.partial\(.*wanted"):
-        score_rewards(partial(lambda given, **columns: given, [1, 2]), rows, rollout, 4)
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_rewards_of_every_numeric_type_are_taken(kind):
+    given = kind([True, False, 3, -2.5, np.float32(0.5), np.float64(0.25), np.int64(7), 0])
+    metrics = go(reward=lambda **columns: given, steps=1)[0]
+    assert metrics["reward_mean"] == 9.25 / 8
+    assert metrics["reward_std"] == pytest.approx(np.std(np.array(given, dtype=float)))
 
 
-@pytest.mark.parametrize("how", ["raises", "nan"])
-def test_a_reward_that_breaks_stops_the_run_at_once_and_mended_goes_on_exactly(tmp_path, how):
-    calls, settings = [], dict(save_steps=50, **SEVERAL)
+@pytest.mark.parametrize("chats", [False, True])
+def test_a_reward_function_is_called_as_trl_calls_one(chats):
+    data = []
+    for level, question in enumerate(QUESTIONS[:3]):
+        prompt = question["prompt"]
+        if chats:
+            prompt = [{"role": "user", "content": prompt}]
+        data.append({"prompt": prompt, "level": level})
+    received = []
 
-    def breaks_in_step_5(prompts, completions, **columns):
-        rewards = noisy_reward(prompts, completions)  # draws first: that has to be undone
-        calls.append(1)
-        if len(calls) == 5:
-            rewards[2] = 1 / 0 if how == "raises" else math.nan
-        return rewards
+    def reward(**given):
+        received.append(given)
+        return list(range(12))
 
-    go(tmp_path / "whole", **settings)
-    with pytest.raises(ValueError, match="breaks_in_step_5"):
-        go(tmp_path / "cut", reward=breaks_in_step_5, **settings)
-    assert len(calls) == 5 and saved_step(tmp_path / "cut") == 4
-    _, rest = go(tmp_path / "cut", resume=True, seeds=99, **settings)
-    assert [m["step"] for m in rest] == [5, 6, 7, 8]
-    assert result(tmp_path / "cut") == result(tmp_path / "whole")
+    go(reward=reward, model=ending_model(3.0), data=data, steps=1, prompts_per_step=3)
+    given = received[0]
+    assert set(given) == {"prompts", "completions", "completion_ids", "level"}
+    # Each row of the data set G times, one after the other, in every column.
+    assert sorted(given["level"][::4]) == [0, 1, 2]
+    assert given["level"] == np.repeat(given["level"][::4], 4).tolist()
+    assert given["prompts"] == [data[level]["prompt"] for level in given["level"]]
+    # The ids with the end token, if it came before the cap of 5, and the texts without.
+    texts = []
+    ends = []
+    for ids in given["completion_ids"]:
+        words = [token for token in ids if token not in (END, EOS)]
+        assert words == ids[:-1] or words == ids and len(ids) == 5
+        texts.append(TOKENIZER.decode(words, skip_special_tokens=True))
+        ends.append(ids[-1])
+    if chats:
+        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    assert given["completions"] == texts
+    assert {END, EOS} & set(ends)
 
 
-def test_a_reward_that_breaks_in_the_first_step_leaves_nothing_in_the_way(tmp_path):
-    with pytest.raises(ValueError, match="TypeError"):
-        go(tmp_path, reward=lambda completions: completions)
-    assert not os.path.exists(tmp_path / "checkpoint.safetensors")  # nothing was learned
-    go(tmp_path, resume=True)
-    assert len(logged(tmp_path)) == 6
+def test_trls_own_reward_functions_run_here():
+    """TRL's penalty for long answers against the one of grpo.py: runs with them are the same."""
+    rewards = pytest.importorskip("trl.rewards", reason="TRL 1.16 is not installed")
+
+    def ours(completion_ids, **columns):
+        lengths = torch.tensor([len(ids) for ids in completion_ids], dtype=torch.float64)
+        return overlong_penalty(lengths, 5, 3).tolist()
+
+    wanted = go(reward=ours)
+    assert min(metrics["reward_mean"] for metrics in wanted) < 0
+    assert go(reward=rewards.get_soft_overlong_punishment(5, 3)) == wanted
 
 
-# --------------------------------------------------------------------------------------
-# Degenerate steps: defined, and counted in the metrics
-# --------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
+# 7. Data sets, seeds
+# ------------------------------------------------------------------------------------------------
+
+LETTERS = "a " * 59  # with five tokens for the answer, the context of 64 is full
+BAD_DATA = {
+    "empty": ([], "data set is empty"),
+    "no prompt": ([{"answer": "c"}] * 2, r"2 of 2 examples lack a prompt.*\[0, 1\]"),
+    "an empty prompt": ([{"prompt": "a"}, {"prompt": ""}], r"1 of 2 .*lack a prompt.*\[1\]"),
+    "None": ([{"prompt": "a"}, {"prompt": None}], r"1 of 2 .*lack a prompt.*\[1\]"),
+    "an empty chat": ([{"prompt": []}, {"prompt": "a"}], r"1 of 2 .*lack a prompt.*\[0\]"),
+    "a column too few": ([{"prompt": "a", "n": 1}, {"prompt": "b"}], r"other columns.*\[1\]"),
+    "a column too many": ([{"prompt": "a"}, {"prompt": "b", "n": 1}], r"other columns.*\[1\]"),
+    "blanks": ([{"prompt": "  "}], "prompt 0 has no tokens"),
+    "too long": (
+        [{"prompt": "a"}] * 1000 + [{"prompt": LETTERS}, {"prompt": LETTERS + "b"}] * 2,
+        r"2 of 1004 prompts are above 59 tokens.*context is 64.*\[1001, 1003\]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_a_data_set_that_cannot_be_used_is_refused_before_the_first_step(name, tmp_path):
+    data, says = BAD_DATA[name]
+    with pytest.raises(ValueError, match=says):
+        go(tmp_path / "new", data=data)
+    assert not os.path.exists(tmp_path / "new")
+
+
+def test_the_context_may_just_be_full_and_may_stand_in_a_nested_config():
+    model = tiny_model()
+    assert len(go(model=model, data=[{"prompt": LETTERS}], steps=1)) == 1
+    # As in models that see pictures, too.
+    model.config.text_config = AutoConfig.for_model("qwen2", max_position_embeddings=63)
+    with pytest.raises(ValueError, match="1 of 1 prompts are above 58 tokens.*context is 63"):
+        go(model=model, data=[{"prompt": LETTERS}], steps=1)
+
+
+def test_a_dataset_of_the_library_does_as_well_as_a_list():
+    datasets = pytest.importorskip("datasets")
+    assert go(data=datasets.Dataset.from_list(QUESTIONS), steps=2) == go(steps=2)
+
+
+def asked(folder=None, prompts_per_step=2, **settings):
+    """The questions of a run, in their order."""
+    found = []
+
+    def reward(prompts, completions, **columns):
+        found.extend(prompts[::2])
+        return [0.0] * len(prompts)
+
+    go(folder, reward, prompts_per_step=prompts_per_step, num_generations=2, beta=0,
+       max_completion_length=1, save_steps=1, **settings)
+    return found
+
+
+def test_every_question_once_an_epoch_in_an_order_that_is_the_seeds(tmp_path):
+    everything = sorted(question["prompt"] for question in QUESTIONS)
+    order = asked(prompts_per_step=7, steps=3)
+    epochs = [order[:7], order[7:14], order[14:]]
+    for epoch in epochs:
+        assert sorted(epoch) == everything
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert asked(steps=10) == order[:20]
+    assert asked(prompts_per_step=9, steps=2) == order[:18]  # more than there are
+    assert asked(prompts_per_step=7, steps=1, seed=4) != epochs[0]
+    for stop in range(1, 6):  # and a run that is resumed goes on where it was
+        first = asked(tmp_path / str(stop), stop=stop)
+        assert first + asked(tmp_path / str(stop), resume=True) == order[:12]
+
+
+def test_the_seed_decides_everything():
+    torch.manual_seed(1)
+    first = go(steps=2)
+    torch.manual_seed(2)
+    assert go(steps=2) == first
+    assert go(steps=2, seed=4) != first
+
+
+def test_every_step_of_every_seed_draws_afresh():
+    """One question, and a model that stands still."""
+    drawn = set()
+
+    def reward(prompts, completions, **columns):
+        drawn.add(tuple(completions))
+        return noisy_reward(prompts, completions)
+
+    for seed in (0, 1):
+        go(reward=reward, data=QUESTIONS[:1], steps=3, seed=seed, learning_rate=0.0)
+    assert len(drawn) == 6
+
+
+def test_what_the_caller_does_between_the_steps_changes_nothing():
+    """Neither numbers that are drawn, nor a model that is left in train mode, with dropout."""
+    dropout = dict(resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
+    model = tiny_model("gpt2", **dropout)
+
+    def evaluate(metrics):
+        sample_groups(model, TOKENIZER, ["a", "b c"], 3, max_completion_length=4)
+        noisy_reward([], ["a", "b"])
+        model.train()
+
+    wanted = go(model=tiny_model("gpt2", **dropout), num_iterations=2)
+    assert go(model=model, between=evaluate, num_iterations=2) == wanted
+
+
+# ------------------------------------------------------------------------------------------------
+# 8. Steps at the edge
+# ------------------------------------------------------------------------------------------------
 
 
 def flat_reward(prompts, completions, **columns):
     return [0.1] * len(completions)
 
 
-@pytest.mark.parametrize("beta", [0, 0.1])
-def test_all_groups_flat(beta):
-    model, metrics = go(reward=flat_reward, beta=beta, steps=3, num_iterations=2)
-    for m in metrics:
-        assert m["zero_variance_fraction"] == 1.0 and m["reward_std"] == 0.0
-        assert m["loss"] == 0.0 and m["skipped_updates"] == 0
-        assert all(math.isfinite(x) for x in m.values())
-        assert (m["sampler_gap"] > 0) == (beta > 0)  # without a KL nothing had to be scored
-    assert bits(model) == bits(small_model())  # no lesson, and no weight decay either
-
-
-def test_flat_groups_are_pulled_back_by_the_kl():
-    """A model that has moved away from its reference, and groups that teach nothing."""
-    torch.manual_seed(0)
-    config = tiny_config(beta=1.0, learning_rate=0.03)
-    learner, noise = make_learner(small_model(), config), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in learner.weights:
-            weight.add_(0.3 * torch.randn(weight.shape, generator=noise))
-    kls = [grpo.train_step(learner, TOKENIZER, question_stream(DATA, 0), flat_reward, config)["kl"]
-           for _ in range(30)]
-    assert sum(kls[-5:]) < sum(kls[:5]) / 2
-
-
-@pytest.mark.parametrize("settings", [dict(), dict(beta=0), dict(loss_type="dapo"),
-                                      dict(loss_type="dr_grpo", num_iterations=2)])
-def test_every_answer_empty_or_cut_off_or_of_one_token(tmp_path, settings):
-    cases = {"empty": (dict(model=small_model(end=100.0)), 1.0, 0.0),
-             "cut": (dict(model=small_model(end=-100.0)), 5.0, 1.0),
-             "one": (dict(model=small_model(end=-100.0), max_completion_length=1), 1.0, 1.0)}
-    for name, (case, length, truncated) in cases.items():
-        texts = []
-
-        def reward(prompts, completions, **columns):
-            texts.extend(completions)
-            return noisy_reward(prompts, completions)
-
-        go(tmp_path / name, reward=reward, steps=2, **case, **settings)
-        for m in logged(tmp_path / name):
-            assert (m["completion_length"], m["truncated_fraction"]) == (length, truncated)
-            assert m["skipped_updates"] == 0 and all(math.isfinite(x) for x in m.values())
-        assert name != "empty" or set(texts) == {""}
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_every_answer_left_out_of_the_loss(loss_type):
-    model, metrics = go(model=small_model(end=-100.0), mask_truncated_completions=True, steps=2,
-                        loss_type=loss_type)
-    assert [m["loss"] for m in metrics] == [m["grad_norm"] for m in metrics] == [0.0, 0.0]
-    assert all(math.isfinite(x) for m in metrics for x in m.values())
-    assert bits(model) == bits(small_model(end=-100.0))
-
-
-@pytest.mark.parametrize("settings", [
-    dict(num_generations=2), dict(data=DATA[:1]), dict(prompts_per_step=9),  # more than there are
-    dict(num_generations=2, prompts_per_step=1, max_completion_length=1, data=DATA[:1]),
-])
-def test_the_smallest_sizes(tmp_path, settings):
-    _, metrics = go(tmp_path, steps=3, **settings)
-    assert len(metrics) == 3 and logged(tmp_path) == metrics
-    assert all(math.isfinite(x) for m in metrics for x in m.values())
-
-
-def test_a_prompt_longer_than_the_context_is_named_and_the_run_is_kept(tmp_path):
-    data = [{"prompt": "a b"}] * 6 + [{"prompt": "q " * 60}]
-    place = list(itertools.islice(question_stream(data, 3), 7)).index(data[-1])
-    with pytest.raises(ValueError, match=r"60.*context.*64"):
-        go(tmp_path, data=data, prompts_per_step=1, steps=7)
-    assert len(logged(tmp_path)) == place
-    assert place == 0 or saved_step(tmp_path) == place
-
-
-# --------------------------------------------------------------------------------------
-# Out of memory
-# --------------------------------------------------------------------------------------
-
-ROOMY = dict(prompts_per_step=4, max_completion_length=12, tokens_per_micro_batch=256, steps=3,
-             num_iterations=2)
-
-
-@pytest.mark.parametrize("limit, halvings", [(110, 2), (40, 3)])  # one group; half a group
-def test_out_of_memory_repeats_with_halves(monkeypatch, capsys, limit, halvings):
-    def run():  # in float64 the order of a sum hardly shows; a wrong gradient would, by 0.01
-        return go(model=small_model(end=-100.0, dtype=torch.float64), **ROOMY)
-
-    whole, metrics = run()
-    capsys.readouterr()
-    logprobs = grpo.token_logprobs
-
-    def small_card(model, ids, *args, **kwargs):
-        if ids.numel() > limit:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return logprobs(model, ids, *args, **kwargs)
-
-    monkeypatch.setattr(grpo, "token_logprobs", small_card)
-    halved, same = run()
-    said = capsys.readouterr().out
-    assert said.count("out of memory") == halvings  # not once a step: it is remembered
-    assert [f"{256 >> i} tokens" in said for i in (2, 3)] == [True, halvings == 3]
-    for ours, theirs in zip(halved.parameters(), whole.parameters()):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
-    for ours, theirs in zip(same, metrics):
-        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)
-
-
-def test_out_of_memory_in_the_backward_pass_leaves_no_half_gradient():
-    """Where the model has bfloat16 parameters, their gradients are not the optimizer's to zero."""
-    config, norms = tiny_config(beta=0), []
-    for fault in (0, 2):  # never, and in the second micro-batch
-        learner, calls = bf16_learner(), []
-
-        def hook(gradient):
-            calls.append(1)
-            if len(calls) == fault:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-
-        learner.model.model.embed_tokens.weight.register_hook(hook)  # the last to get its gradient
-        norms.append(one_update(learner, config)["grad_norm"])
-        assert learner.budget == (32 if fault else 64) and len(calls) > 1
-    assert norms[0] == pytest.approx(norms[1], rel=0.02)  # bfloat16, and added up otherwise
-
-
-def test_hopelessly_out_of_memory_says_what_helps_and_keeps_the_run(tmp_path, monkeypatch):
-    go(tmp_path / "whole", **ROOMY)
-    calls, logprobs = [], grpo.token_logprobs
-
-    def reward(prompts, completions, **columns):
-        calls.append(1)
-        return noisy_reward(prompts, completions)
-
-    def no_card(*args, **kwargs):
-        if len(calls) == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return logprobs(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(grpo, "token_logprobs", no_card)
-        with pytest.raises(RuntimeError, match="gradient_checkpointing"):
-            go(tmp_path / "cut", reward=reward, **ROOMY)
-    assert saved_step(tmp_path / "cut") == 2
-    go(tmp_path / "cut", resume=True, **ROOMY)
-    assert result(tmp_path / "cut") == result(tmp_path / "whole")
-
-
-# --------------------------------------------------------------------------------------
-# Data sets
-# --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("data, words", [
-    ([], "0 rows"), ([{"answer": "c"}] * 2, r"2 rows.*\[0, 1\].*prompt"),
-    ([{"prompt": "a", "n": 1}, {"prompt": "b"}], r"\[1\].*column"),
-    ([{"prompt": "a"}, {"prompt": "b", "n": 1}], r"\[1\].*column"),
-    ([{"prompt": "a"}, {"prompt": "b"}, {"prompt": ""}], r"\[2\].*prompt"),
-    ([{"prompt": "a"}, {"prompt": None}], r"\[1\].*prompt"),
-    ([{"prompt": []}, {"prompt": [{"role": "user", "content": "a"}]}], r"\[0\].*prompt"),
-    ([{"prompt": "  "}], "prompt 0 has no tokens"),
-])
-def test_a_data_set_that_cannot_be_used_is_refused_in_words(tmp_path, data, words):
-    with pytest.raises(ValueError, match=words):
-        go(tmp_path / "x", data=data)
-    assert not os.path.exists(tmp_path / "x" / "checkpoint.safetensors")
-
-
-def test_a_dataset_of_the_library_does_as_well_as_a_list():
-    datasets = pytest.importorskip("datasets")
-    chats = [{"prompt": [{"role": "user", "content": row["prompt"]}], "n": 1} for row in DATA]
-    for rows, reward in ((DATA, noisy_reward),
-                         (chats, lambda prompts, completions, completion_ids, n:
-                          noisy_reward(prompts, [c[0]["content"] for c in completions]))):
-        runs = [go(data=data, reward=reward, steps=3)
-                for data in (rows, datasets.Dataset.from_list(rows))]
-        assert runs[0][1] == runs[1][1] and bits(runs[0][0]) == bits(runs[1][0])
-
-
-# --------------------------------------------------------------------------------------
-# Determinism
-# --------------------------------------------------------------------------------------
-
-
-def test_the_seed_decides_everything():
-    def run(state, **settings):
-        torch.manual_seed(state)  # what the caller's generator stood at is of no account
-        model, metrics = go(**{"steps": 3, **settings})
-        return bits(model), metrics
-
-    first = run(1)
-    assert run(2) == first
-    other = run(1, seed=4)
-    assert other[0] != first[0] and other[1] != first[1]
-
-
-def test_every_step_of_every_seed_draws_afresh():
-    """One question, a model that stands still: else each step would sample the same answers."""
-    drawn = []
-    for seed in (0, 1):
-        config = tiny_config(steps=3, seed=seed, learning_rate=0.0, prompts_per_step=1)
-        steps = training_steps(small_model(), small_tokenizer(), DATA[:1], noisy_reward, config)
-        drawn += [tuple(learner.last[1].texts) for _, learner in steps]
-    assert len(set(drawn)) == 6
-
-
-def test_an_evaluation_between_the_steps_changes_nothing():
-    """The generator hands over between steps; what is drawn there under fork_rng stays there."""
-    quiet, metrics = go()
-    model, disturbed = small_model(), []
-    random.seed(5)
-    np.random.seed(5)
-    for step_metrics, _ in training_steps(model, TOKENIZER, DATA, noisy_reward, tiny_config()):
-        disturbed.append(untimed(step_metrics))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            sample_groups(model, TOKENIZER, ["a", "b c"], 3, max_completion_length=4)
-        model.train()  # some evaluations leave it like that; the step sets what it needs
-    assert disturbed == metrics and bits(model) == bits(quiet)
-
-
-# --------------------------------------------------------------------------------------
-# Security
-# --------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_holds_numbers_and_text_and_nothing_else(tmp_path):
-    go(tmp_path, steps=2)
-    data = (tmp_path / "checkpoint.safetensors").read_bytes()
-    length = struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8 : 8 + length])  # the whole header is JSON
-    assert header.pop("__metadata__").keys() == {"json"}
-    assert {entry["dtype"] for entry in header.values()} == {"F32"}
-    # And the numbers fill the rest of the file, to its last byte.
-    rest = len(data) - 8 - length
-    assert max(entry["data_offsets"][1] for entry in header.values()) == rest
-    assert sum(math.prod(entry["shape"]) * 4 for entry in header.values()) == rest
-
-
-def test_nothing_in_the_sources_runs_what_a_stranger_wrote():
-    banned = {"pickle", "marshal", "shelve", "subprocess", "joblib", "dill", "requests"}
-    for name in ("grpo.py", "gsm8k_demo.py"):
-        path = Path(grpo.__file__).parent / name
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            where = f"{path.name}, line {getattr(node, 'lineno', 0)}"
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                names = [alias.name for alias in node.names] + [getattr(node, "module", "")]
-                assert not banned & {str(name).split(".")[0] for name in names}, where
-            if isinstance(node, ast.Call):
-                called = ast.unparse(node.func)
-                assert called not in ("eval", "exec", "compile", "__import__", "os.system"), where
-                given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-                assert given.get("trust_remote_code", "False") == "False", where
-                if called == "torch.load":
-                    assert given.get("weights_only") == "True", where
-                if "ForCausalLM.from_pretrained" in called:
-                    assert given.get("use_safetensors") == "True", where
-
-
-# --------------------------------------------------------------------------------------
-# Hostile text
-# --------------------------------------------------------------------------------------
-
-MILLION = 1_000_000
-HOSTILE = {
-    "open": "\\boxed{" * (MILLION // 7),
-    "nested": "\\boxed{" * (MILLION // 8) + "1" + "}" * (MILLION // 8),
-    "braces": "\\boxed{" + "{" * (MILLION // 2) + "}" * (MILLION // 2),
-    "closed": "}" * MILLION,
-    "escapes": "\\boxed{" + "\\{" * (MILLION // 2) + "}",
-    "backslashes": "\\" * MILLION,
-    "digits": "\\boxed{" + "1" * MILLION + "}",
-    "commas": "\\boxed{" + "1,234" * (MILLION // 5) + "}",
-    "latex commas": "\\boxed{" + "{,}" * (MILLION // 3) + "}",
-    "blanks": "\\boxed{" + " " * MILLION + "x}",
-    "signs": "\\boxed{" + "$%" * (MILLION // 2) + "1}",
-    "dots": "\\boxed{" + "1" * (MILLION // 2) + "." * (MILLION // 2) + "}",
-    "exponent": "\\boxed{1e" + "9" * MILLION + "}",
-    "newlines": "\\boxed{" + "\n" * MILLION + "+}",
-    "surrogates": "\\boxed{" + "\ud800\udfff" * (MILLION // 2) + "}",
-    "nulls": "\0" * MILLION,
-    "arabic": "\\boxed{" + "\u0663" * MILLION + "}",
+EDGES = {  # the run, and what its metrics are
+    "all groups flat": (
+        dict(reward=flat_reward, beta=0, num_iterations=2),
+        dict(loss=0, grad_norm=0, reward_std=0, zero_variance_fraction=1, sampler_gap=0)),
+    "all groups flat, and the model at its reference": (
+        dict(reward=flat_reward, num_iterations=2),
+        dict(loss=0, grad_norm=0, reward_std=0, zero_variance_fraction=1, kl=0)),
+    "all cut, and left out of the loss": (
+        dict(model=-100.0, mask_truncated_completions=True),
+        dict(loss=0, grad_norm=0, truncated_fraction=1, completion_length=5, kl=0)),
+    "all cut": (dict(model=-100.0), dict(completion_length=5, truncated_fraction=1)),
+    "all empty": (dict(model=100.0), dict(completion_length=1, truncated_fraction=0)),
+    "all of one token": (dict(model=-100.0, max_completion_length=1),
+                         dict(completion_length=1, truncated_fraction=1)),
+    "logits of minus infinity": (dict(model=-INF), dict(truncated_fraction=1)),
+    "the smallest sizes": (
+        dict(num_generations=2, prompts_per_step=1, max_completion_length=1, data=QUESTIONS[:1]),
+        dict(completion_length=1)),
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_million_hostile_characters(kind):
-    text = HOSTILE[kind]
-    started = time.process_time()
-    assert rule_reward(text, "1") in (0.0, 0.5, 1.5)
-    assert rule_reward("\\boxed{1}", text) == 0.5
-    # Linear takes tenths of a second; quadratic, in a million characters, would take hours.
-    assert time.process_time() - started < 10
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pytest.mark.parametrize("name", EDGES)
+def test_steps_at_the_edge(name, loss_type, tmp_path):
+    run, wanted = EDGES[name]
+    model = ending_model(run.get("model", 0.0))
+    before = weights_of(model)
+    go(tmp_path, **run | dict(model=model, steps=2, loss_type=loss_type))
+    for metrics in result(tmp_path)[1]:
+        assert metrics["skipped_updates"] == 0
+        for figure, value in wanted.items():
+            assert metrics[figure] == value
+    if "grad_norm" in wanted:  # no lesson, and no weight decay either
+        assert torch.equal(weights_of(model), before)
 
 
-def test_a_thousand_short_hostile_texts():
-    draw = random.Random(0)
-    parts = ["\\boxed{", "{", "}", "\\{", "\\}", "\\", "{,}", "{{}}", "1", "1_0", "0x1", ",", ".",
-             "$", "\\$", "%", "-", "+", "e", "nan", "inf", " ", "\n", "\t", "\0", "\x1b[31m", "%s",
-             "{0}", "\u202e", "\ud83d", "\udc00", "\u0663", "\uff11", "\xbd", "\u2212", "exit()"]
-    for _ in range(1000):
-        text = "".join(draw.choices(parts, k=draw.randrange(20)))
-        answer = "".join(draw.choices(parts, k=draw.randrange(5)))
-        assert rule_reward(text, answer) in (0.0, 0.5, 1.5)
-        assert rule_reward("\\boxed{" + text, answer) in (0.0, 0.5, 1.5)
-        inside = extract_boxed(text)
-        assert inside is None or "\\boxed{" + inside + "}" in text
-    # Three and one in Arabic and full-width digits, and other things that Python or the eye reads.
-    for text in ("\u0663", "\uff11", "\uff11e\uff10", "0x1", "1_0", "0_3", "3\u066b0", "\u22121"):
-        for answer in ("3", "1", "10", "-1"):
-            assert rule_reward(f"\\boxed{{{text}}}", answer) == 0.5
+@pytest.mark.parametrize("push", [-2.0, 2.0])
+def test_flat_groups_are_pulled_back_to_the_reference(push):
+    """A model of two tokens, with probabilities p and 1 - p, that does not look at the text.
+
+    The gradient of k3 with respect to the first one's logit is (p - q)(1 - p)/p if that token was
+    drawn, and (p - q)p/(1 - p) if the other was: both have the sign of p - q. So whatever is drawn,
+    a small step leads towards the reference's q.
+    """
+    model = ending_model(0.0)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.lm_head.weight.zero_()
+    a = TOKENIZER("a")["input_ids"][0]
+    bias = torch.full((VOCABULARY,), -1e9)
+    bias[[a, END]] = 0.0  # so q = 1/2
+    model.lm_head.bias = torch.nn.Parameter(bias)
+    kls = []
+
+    def exact_kl(metrics):
+        if metrics["step"] == 1:
+            model.lm_head.bias.data[a] += push
+        p = model.lm_head.bias.detach()[[a, END]].softmax(dim=0)
+        kls.append((p * (2 * p).log()).sum().item())
+
+    go(model=model, reward=flat_reward, between=exact_kl, steps=6, beta=1.0)
+    assert len(kls) == 6
+    for earlier, later in zip(kls, kls[1:]):
+        assert later < earlier
 
 
 # ================================================================================================
-# Part 4: the reader
+# The demo
 # ================================================================================================
 
-# The apples of grpo.py's comments: pi_old gave every token 0.4, and so does pi_ref.
-LOG_OLD = torch.log(torch.tensor([[0.4, 0.4], [0.4, 1.0], [0.4, 1.0], [0.4, 0.4]], dtype=F64))
-LOG_NEW = torch.log(torch.tensor([[0.6, 0.4], [0.2, 1.0], [0.6, 1.0], [0.2, 0.4]], dtype=F64))
-APPLE_MASK = torch.tensor([[1, 1], [1, 0], [1, 0], [1, 1]])
-APPLE_ANSWERS = [r"3+2 = \boxed{5}", r"\boxed{5}", r"\boxed{6}", r"3-2 = \boxed{1}"]
+# ------------------------------------------------------------------------------------------------
+# Data, evaluation, models
+# ------------------------------------------------------------------------------------------------
+
+INTERVALS = {  # right, of how many -> Wilson's interval, worked elsewhere
+    "half": (5, 10, [0.2366, 0.7634]),
+    "none": (0, 10, [0.0, 0.2775]),
+    "GSM8K's test": (660, 1319, [0.4734, 0.5273]),
+    "no questions": (0, 0, [0.0, 1.0]),
+}
+ANSWERS = {  # text, answer -> strict, lenient
+    "boxed": (r"so \boxed{1,000}", "1000", True, True),
+    "a number at the end": ("so it is 1,000.", "1000", False, True),
+    "dollars": ("18 dollars, that is $18.", "18", False, True),
+    "negative": ("from 5 to -3", "-3", False, True),
+    "the box counts": (r"the number is 7, so \boxed{8}", "7", False, False),
+    "no number": ("no idea", "7", False, False),
+    "nothing": ("", "7", False, False),
+}
 
 
-def test_the_apples_from_reward_to_gradient():
-    rewards = torch.tensor([rule_reward(text, "5") for text in APPLE_ANSWERS], dtype=F64)
-    assert rewards.tolist() == [1.5, 1.5, 0.5, 0.5]
-    A = group_advantages(rewards)
-    assert_near(A, [1, 1, -1, -1])
-    surrogate = clipped_surrogate(LOG_NEW, LOG_OLD, A)
-    assert_near(surrogate[APPLE_MASK.bool()], [1.2, 1.0, 0.5, -1.5, -0.8, -1.0])
-    kl = k3_kl(LOG_NEW, LOG_OLD)
-    assert_near(kl[APPLE_MASK.bool()], [0.0721, 0, 0.3069, 0.0721, 0.3069, 0], tol=1e-4)
-    assert_near(masked_mean(surrogate, APPLE_MASK, dim=1), [1.1, 0.5, -1.5, -0.9])
-    assert_near(masked_mean(kl, APPLE_MASK, dim=1), [0.0361, 0.3069, 0.0721, 0.1534], tol=1e-3)
-    for loss_type, wanted in (("grpo", 0.2057), ("dapo", 0.1051), ("dr_grpo", 0.0394)):
-        loss, _ = grpo_loss(LOG_NEW, LOG_OLD, LOG_OLD, A, APPLE_MASK, loss_type=loss_type,
-                            max_completion_length=4)
-        assert loss.item() == pytest.approx(wanted, abs=5e-5)
-    slope = gradient(lambda x: grpo_loss(x, LOG_OLD, LOG_OLD, A, APPLE_MASK)[0], LOG_NEW)
-    assert slope[1, 0].item() == pytest.approx(-0.135, abs=5e-5)
-    assert slope[0, 0].item() == pytest.approx(0.0017, abs=5e-5)
-    # The four corners, as the table in section 5 has them.
-    corners = gradient(lambda x: clipped_surrogate(x, LOG_OLD, A).sum(), LOG_NEW)
-    assert_near(corners[:, 0], [0, 0.5, -1.5, 0])
+@pytest.mark.parametrize("name", INTERVALS)
+def test_wilsons_interval(name):
+    right, total, interval = INTERVALS[name]
+    near(gsm8k_demo.wilson(right, total), interval, 3e-4)
 
 
-def test_the_apples_in_the_comments_are_these():
-    # The prose says what the test above asserts; change one, and this asks for the other.
-    source = Path(grpo.__file__).read_text()
-    for figure in ("R = [1.5, 1.5, 0.5, 0.5]", "A = [+1, +1, -1, -1]", "= 0.2057", "= 0.1051",
-                   "= 0.0394", "= -0.135", "= 0.0017", "= 0.3069", "0.5685", "0.7580"):
-        assert figure in source, figure
-
-
-@pytest.mark.parametrize("names, imports, check", [
-    (["extract_boxed"], "import re", lambda ns: ns["extract_boxed"](r"\boxed{{7}}") == "{7}"),
-    (["extract_boxed", "rule_reward"], "import re",
-     lambda ns: ns["rule_reward"](r"so \boxed{1{,}000}", "1000") == 1.5),
-    (["group_advantages"], "import torch",
-     lambda ns: ns["group_advantages"](torch.tensor([1.5, 0.5])).tolist() == [1, -1]),
-    (["clipped_surrogate"], "import torch", lambda ns: ns["clipped_surrogate"](
-        torch.tensor([[math.log(1.3)]]), torch.zeros(1, 1), torch.tensor([2.0])).item()
-        == pytest.approx(2.4)),
-    (["k3_kl"], "import torch", lambda ns: ns["k3_kl"](
-        torch.zeros(1, 1), torch.full((1, 1), math.log(2.0))).item() == pytest.approx(0.306853)),
-    (["masked_mean"], "import torch", lambda ns: ns["masked_mean"](
-        torch.tensor([1.0, float("nan")]), torch.tensor([1, 0])).item() == 1.0),
-    (["clipped_surrogate", "k3_kl", "masked_mean", "grpo_loss"], "import torch",
-     lambda ns: ns["grpo_loss"](LOG_NEW, LOG_OLD, LOG_OLD, torch.tensor([1.0, 1, -1, -1]),
-                                APPLE_MASK)[0].item() == pytest.approx(0.2057, abs=5e-5)),
-    (["token_logprobs"], "import torch", lambda ns: ns["token_logprobs"](
-        tiny_model(), torch.tensor([[4, 5, 6]]), torch.ones(1, 3, dtype=torch.long), 2
-        ).shape == (1, 2)),
-    (["group_advantages", "group_scale"], "import torch", lambda ns: ns["group_scale"](
-        torch.tensor([[1.0, 0.0]]), "rloo").tolist() == [[1, -1]]),
-])  # fmt: skip
-def test_functions_stand_alone_when_pasted(names, imports, check):
-    namespace = {}
-    exec(imports, namespace)
-    for name in names:
-        exec(inspect.getsource(getattr(grpo, name)), namespace)
-    assert check(namespace)
-
-
-def readme():
-    return Path(grpo.__file__).with_name("README.md").read_text()
-
-
-def test_the_readmes_table_from_equation_to_code_is_true():
-    rows = re.findall(r"^\| .*? \| `(\w+)` \| `(.+)` \|$", readme(), re.M)
-    assert len(rows) >= 11
-    for function, line in rows:
-        assert line in inspect.getsource(getattr(grpo, function)), (function, line)
-
-
-def test_the_readmes_flags_exist():
-    known = {f for kind in (GRPOConfig, gsm8k_demo.DemoConfig) for f in kind.__dataclass_fields__}
-    for flag in re.findall(r"--(\w+)", readme()):
-        assert flag in known, flag
-
-
-def test_every_source_may_be_pasted_and_lines_are_short():
-    for name in ("grpo.py", "gsm8k_demo.py", "test_grpo.py"):
-        source = Path(grpo.__file__).with_name(name).read_text()
-        assert source.startswith("# SPDX-License-Identifier: MIT-0\n")
-        assert max(map(len, source.splitlines())) < 100, name
-
-
-# The demo ---------------------------------------------------------------------------------------
-
-
-def test_wilson_interval():
-    # Wilson (1927), worked elsewhere: 5 of 10 gives 23.7 % to 76.3 %, 0 of 10 gives 0 to 27.8 %.
-    assert_near(gsm8k_demo.wilson(5, 10), [0.2366, 0.7634], tol=2e-4)
-    assert_near(gsm8k_demo.wilson(0, 10), [0.0, 0.2775], tol=2e-4)
-    low, high = gsm8k_demo.wilson(660, 1319)
-    assert (high - low) / 2 == pytest.approx(0.027, abs=5e-4)
-
-
-@pytest.mark.parametrize("text, answer, strict, lenient", [
-    (r"so \boxed{1,000}", "1000", True, True), ("so it is 1,000.", "1000", False, True),
-    ("18 dollars, that is $18.", "18", False, True), ("from 5 to -3", "-3", False, True),
-    (r"the number is 7, so \boxed{8}", "7", False, False), ("no idea", "7", False, False),
-    ("", "7", False, False),
-])  # fmt: skip
-def test_strict_and_lenient(text, answer, strict, lenient):
+@pytest.mark.parametrize("name", ANSWERS)
+def test_strict_and_lenient(name):
+    text, answer, strict, lenient = ANSWERS[name]
     assert gsm8k_demo.is_right(text, answer) is strict
     assert gsm8k_demo.is_right(text, answer, lenient=True) is lenient
 
 
-def write_gsm8k(folder, lines):
+GOOD_LINE = json.dumps({"question": "How many?", "answer": "6*3=<<6*3=18>>18\n#### 1,018"})
+BROKEN_LINES = {  # line, what the error names
+    "half a line": ('{"question": "x", "answ', "line 2"),
+    "no answer": ('{"question": "x"}', "line 2"),
+    "another type": ("[1]", "line 2"),
+    "no mark": ('{"question": "x", "answer": "18"}', "####"),
+    "no question": ('{"question": " ", "answer": "1\\n#### 1"}', "question"),
+    "nothing after the mark": ('{"question": "x", "answer": "1\\n#### "}', "####"),
+}
+
+
+def write_gsm8k(folder, *lines):
     for name in ("train.jsonl", "test.jsonl"):
         (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(folder)
 
 
-GOOD_LINE = json.dumps({"question": "How many?", "answer": "6*3=<<6*3=18>>18\n#### 1,018"})
-
-
-def test_gsm8k_is_read_with_its_answers(tmp_path):
-    write_gsm8k(tmp_path, [GOOD_LINE] * 3)
-    train_data, test_data = gsm8k_demo.load_gsm8k(str(tmp_path))
+def test_gsm8k_is_read_and_its_solutions_earn_everything(tmp_path):
+    train_data, test_data = gsm8k_demo.load_gsm8k(write_gsm8k(tmp_path, *[GOOD_LINE] * 3))
     assert train_data["answer"] == ["1,018"] * 3 and len(test_data) == 3
-    assert [m["role"] for m in train_data[0]["prompt"]] == ["system", "user"]
+    assert [message["role"] for message in train_data[0]["prompt"]] == ["system", "user"]
+    chat = [{"role": "assistant", "content": r"18, so \boxed{1018}"}]
+    assert gsm8k_demo.boxed_reward(None, [chat, "1018"], ["1,018", "1,018"]) == [1.5, 0.0]
 
 
-@pytest.mark.parametrize("line, said", [
-    ('{"question": "x", "answ', "line 2"), ('{"question": "x"}', "line 2"), ("[1]", "line 2"),
-    ('{"question": "x", "answer": "no mark"}', "####"),
-    ('{"question": " ", "answer": "#### 1"}', "question"),
-    ('{"question": "x", "answer": "#### "}', "####"),
-])  # fmt: skip
-def test_a_broken_line_of_data_is_named(tmp_path, line, said):
-    write_gsm8k(tmp_path, [GOOD_LINE, line])
+@pytest.mark.parametrize("name", BROKEN_LINES)
+def test_a_broken_line_of_data_is_named(name, tmp_path):
+    line, said = BROKEN_LINES[name]
     with pytest.raises(ValueError, match=said):
-        gsm8k_demo.load_gsm8k(str(tmp_path))
+        gsm8k_demo.load_gsm8k(write_gsm8k(tmp_path, GOOD_LINE, line))
 
 
-def test_a_model_without_a_chat_template_is_refused(tmp_path):
-    tokenizer = copy.deepcopy(tiny_tokenizer())
+def test_models_that_cannot_be_used_are_refused_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(OSError, match="--rehearsal"):
+        gsm8k_demo.load_model(str(tmp_path / "nothing"))
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     tiny_model().save_pretrained(tmp_path)
@@ -4364,67 +2899,70 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path):
         gsm8k_demo.load_model(str(tmp_path))
 
 
-def test_an_unknown_model_says_the_way_out(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(OSError, match="--rehearsal"):
-        gsm8k_demo.load_model(str(tmp_path / "nothing"))
+def save_tiny(folder, **settings):
+    tiny_model(**settings).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
-def test_a_model_is_saved_in_its_own_dtype_with_its_end_tokens(tmp_path):
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-    model.generation_config.eos_token_id = [1, 2]
-    gsm8k_demo.save_model(model, tokenizer, tmp_path, torch.bfloat16)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert again.dtype == torch.bfloat16 and again.generation_config.eos_token_id == [1, 2]
-    for (name, a), (_, b) in zip(again.named_parameters(), model.named_parameters()):
-        assert torch.equal(a, b.to(torch.bfloat16)), name
-    assert model.dtype == torch.float32  # the one in training is left alone
-    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
+# ------------------------------------------------------------------------------------------------
+# From the command line
+# ------------------------------------------------------------------------------------------------
+
+FLAGS = {  # flags, what is said
+    "impossible value": (["--rehearsal", "--num_generations", "1"], "num_generations"),
+    "unknown flag": (["--nonsense"], "nonsense"),
+    "resume what?": (["--rehearsal", "--resume"], "--output"),
+    "nothing to resume": (["--rehearsal", "--resume", "--output", "no/such"], "such"),
+    "no data": (["--data", "nowhere", "--model", "x"], "nowhere"),
+}
 
 
 def run_demo(monkeypatch, *flags):
-    monkeypatch.setattr(sys, "argv", ["gsm8k_demo.py", *flags])
+    monkeypatch.setattr(sys, "argv", ["gsm8k_demo.py", *map(str, flags)])
     gsm8k_demo.main()
 
 
-@pytest.mark.parametrize("flags, said", [
-    (["--rehearsal", "--num_generations", "1"], "num_generations"), (["--nonsense"], "nonsense"),
-    (["--rehearsal", "--resume"], "--output"), (["--data", "nowhere", "--model", "x"], "nowhere"),
-])  # fmt: skip
-def test_flags_that_cannot_be_are_refused_in_words(monkeypatch, flags, said):
+@pytest.mark.parametrize("name", FLAGS)
+def test_wrong_flags_end_in_one_clear_line(name, monkeypatch, tmp_path):
+    flags, said = FLAGS[name]
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
         run_demo(monkeypatch, *flags)
     assert said in str(stopped.value)
+    assert not Path("no").exists()
 
 
-def test_random_weights_end_their_answers_at_realistic_lengths(tmp_path):
-    tiny_model(initializer_range=0.02).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    model, tokenizer, dtype = gsm8k_demo.load_model(str(tmp_path), True, max_completion_length=50)
-    chats = [[{"role": "user", "content": "w1"}]] * 4
-    rollout = sample_groups(model, tokenizer, chats, 64, max_completion_length=50)
-    # A mean of 280 under a cap of 512 is 27 under 50; both end tokens count, one of them is
-    # raised.
-    assert 18 < rollout.completion_mask.sum(dim=1).float().mean() < 34
+def test_errors_that_are_not_ours_keep_their_traceback(monkeypatch, tmp_path):
+    def broken(seed):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(gsm8k_demo, "rehearsal", broken)
+    with pytest.raises(RuntimeError, match="device-side"):
+        run_demo(monkeypatch, "--rehearsal", "--output", tmp_path / "run")
 
 
-def test_what_costs_memory_may_change_on_resume(tmp_path):
-    # The advice when memory runs out is gradient_checkpointing; it has to be possible to take it.
-    reward = functools.partial(lambda completions, **columns: [len(c) % 3 for c in completions])
-    data = [{"prompt": f"w{i}"} for i in range(6)]
-    config = dict(num_generations=2, prompts_per_step=2, max_completion_length=4, steps=3)
-    steps = training_steps(tiny_model(), tiny_tokenizer(), data, reward,
-                           GRPOConfig(**config, save_steps=1), str(tmp_path))
-    next(steps), next(steps), steps.close()
-    changed = GRPOConfig(**config, tokens_per_micro_batch=20, gradient_checkpointing=True)
-    metrics = train(tiny_model(), tiny_tokenizer(), data, reward, changed, str(tmp_path), True)
-    assert [m["step"] for m in metrics] == [1, 2, 3]
-    with pytest.raises(ValueError, match="beta"):
-        train(tiny_model(), tiny_tokenizer(), data, reward, GRPOConfig(**config, beta=0.5),
-              str(tmp_path), True)
+def test_random_weights_measure_a_few_steps(monkeypatch, tmp_path, capsys):
+    """Answers of realistic length, and a line of seconds for each step."""
+    model = save_tiny(tmp_path, initializer_range=0.02, max_position_embeddings=256)
+    line = json.dumps({"question": "a b c", "answer": "d\n#### 1"})
+    data = write_gsm8k(tmp_path, *[line] * 4)
+    run_demo(monkeypatch, "--random_weights", "--model", model, "--data", data, "--output",
+             tmp_path / "run", "--prompts_per_step", 4, "--num_generations", 16,
+             "--max_completion_length", 50)
+    history = grpo.read_metrics(tmp_path / "run")
+    assert len(history) == 5
+    lengths = [metrics["completion_length"] for metrics in history]
+    assert 15 < sum(lengths) / 5 < 26  # both end tokens count, and one of them is raised
+    printed = capsys.readouterr().out
+    for words in ("sampling", "scoring", "update", "tokens a second", "GB", "Nothing was learned"):
+        assert words in printed
+    assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
-# The rehearsal: one pre-trained base serves all of these ----------------------------------------
+# ------------------------------------------------------------------------------------------------
+# The rehearsal: one pre-trained model serves all of these
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -4435,393 +2973,115 @@ def base():
     return world
 
 
-def test_the_rehearsals_test_problems_are_held_out(base):
-    _, _, train_data, test_data = base
-
-    def numbers(row):  # the kind of problem and its numbers, whoever has whatever
-        text = row["prompt"][-1]["content"]
+def test_test_problems_are_held_out(base):
+    def numbers(example):  # the kind of problem and its numbers, whoever has whatever
+        text = example["prompt"][-1]["content"]
         for word in (*gsm8k_demo.NAMES, *gsm8k_demo.THINGS):
             text = text.replace(word, "_")
         return text
 
-    learned, tested = ({numbers(row) for row in data} for data in (train_data, test_data))
+    learned = {numbers(example) for example in base[2]}
+    tested = {numbers(example) for example in base[3]}
     assert not learned & tested and len(tested) >= 256
 
 
-def test_habits_are_told_apart():
-    problem = ("*+", 3, 4, 5)
-    for name in set(gsm8k_demo.HABITS):
-        assert gsm8k_demo.habit(gsm8k_demo.answer_in_habit(problem, name)) == name
-    assert gsm8k_demo.answer_in_habit(problem, "worked through") == "3*4=12\n12+5=17\n\\boxed{17}"
-    assert gsm8k_demo.habit("") == gsm8k_demo.habit("4+4=8 8+8=16 16+1=17") == "other"
-
-
 def learn(base, reward, steps):
+    """Sampled accuracy before and after, and the metrics."""
     model, tokenizer, train_data, test_data = base
-    model, few = copy.deepcopy(model), test_data.select(range(128))
-    settings = {k: v for k, v in gsm8k_demo.REHEARSAL.items() if k != "eval_questions"}
-    config = GRPOConfig(**{**settings, "steps": steps})
+    model = copy.deepcopy(model)
+    few = test_data.select(range(128))
+    settings = dict(gsm8k_demo.REHEARSAL)
+    settings.pop("eval_questions")
+    config = GRPOConfig(**(settings | {"steps": steps}))
+    before = gsm8k_demo.evaluate(model, tokenizer, few, 28, sampled=True)
+    history = train(model, tokenizer, train_data, reward, config)
+    after = gsm8k_demo.evaluate(model, tokenizer, few, 28, sampled=True)
+    return before["sampled_accuracy"], after["sampled_accuracy"], history
 
-    def accuracy():
-        return gsm8k_demo.evaluate(model, tokenizer, few, 28, sampled=True)["sampled_accuracy"]
 
-    before = accuracy()
-    metrics = train(model, tokenizer, train_data, reward, config)
-    return before, accuracy(), metrics
+def rewards_of_another_question(prompts, completions, answer, **columns):
+    """The same rewards, given to the wrong answers: those of the group before."""
+    rewards = gsm8k_demo.boxed_reward(prompts, completions, answer)
+    return rewards[-8:] + rewards[:-8]
 
 
-def test_the_rehearsal_learns(base):
-    before, after, metrics = learn(base, gsm8k_demo.boxed_reward, steps=20)
-    assert before < 0.35 and after > 0.70, (before, after)
-    assert metrics[-1]["reward_mean"] > metrics[0]["reward_mean"] + 0.4
+def test_the_rehearsal_learns_from_its_rewards_and_from_nothing_else(base):
+    before, after, history = learn(base, gsm8k_demo.boxed_reward, steps=20)
+    assert before < 0.35 and after > 0.8, (before, after)
+    assert history[-1]["reward_mean"] > history[0]["reward_mean"] + 0.4
     # At each first update pi_theta is pi_old: the loss is the KL's alone, and the clip sleeps.
-    assert all(m["clip_fraction"] == 0 and m["sampler_gap"] < 1e-5 for m in metrics)
-    assert metrics[0]["loss"] == pytest.approx(0, abs=1e-6)
+    assert history[0]["loss"] == pytest.approx(0, abs=1e-6)
+    for metrics in history:
+        assert metrics["clip_fraction"] == 0 and metrics["sampler_gap"] < 1e-5
+    _, after, _ = learn(base, rewards_of_another_question, steps=20)
+    assert after < 0.6, after
 
 
-def test_with_shuffled_rewards_it_does_not(base):
-    # The same rewards, given to the wrong answers: what is learned comes from the reward.
-    shuffle = random.Random(0)
-
-    def shuffled(prompts, completions, answer, **columns):
-        rewards = gsm8k_demo.boxed_reward(prompts, completions, answer)
-        shuffle.shuffle(rewards)
-        return rewards
-
-    before, after, _ = learn(base, shuffled, steps=20)
-    assert after < 0.40, (before, after)
-
-
-def test_evaluation_leaves_the_random_stream_alone(base):
+def test_evaluation_leaves_the_random_stream_alone_and_halves_its_batch(base, monkeypatch):
     model, tokenizer, _, test_data = base
-    torch.manual_seed(3)
+    some = list(test_data.select(range(8)))
     state = torch.get_rng_state()
-    result = gsm8k_demo.evaluate(model, tokenizer, test_data.select(range(8)), 28, sampled=True)
+    whole = gsm8k_demo.evaluate(model, tokenizer, some, 28, sampled=True)
     assert torch.equal(state, torch.get_rng_state())
-    assert set(result) >= {"questions", "accuracy", "lenient_accuracy", "interval",
-                           "sampled_accuracy"} and result["questions"] == 8
+    assert whole["questions"] == 8
+
+    def small_memory(*args, whole_rand=torch.rand, **kwargs):
+        if len(args) == 2 and args[0] > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole_rand(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "rand", small_memory)
+    assert gsm8k_demo.evaluate(model, tokenizer, some, 28, sampled=True) == whole
 
 
 def test_the_demo_from_flags_to_files(base, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gsm8k_demo, "rehearsal", lambda seed: (copy.deepcopy(base[0]), *base[1:]))
-    flags = ["--rehearsal", "--steps", "4", "--prompts_per_step", "4", "--output", str(tmp_path),
-             "--eval_questions", "16", "--eval_every", "2", "--show_steps", "2", "--save_steps",
-             "2"]
-    run_demo(monkeypatch, *flags)
+    flags = ["--rehearsal", "--steps", 4, "--prompts_per_step", 4, "--eval_questions", 16,
+             "--eval_every", 2, "--show_steps", 2, "--save_steps", 2]
+    run_demo(monkeypatch, *flags, "--output", tmp_path / "whole")
     printed = capsys.readouterr().out
-    assert "before:" in printed and "after:" in printed and "arithmetic" in printed
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["before"]["questions"] == results["after"]["questions"] == 16
-    assert len(results["after"]["interval"]) == 2 and results["seconds"] > 0
-    assert [json.loads(line)["step"] for line in open(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
-    steps = [json.loads(line)["step"] for line in open(tmp_path / "samples.jsonl")]
-    assert min(steps) == 0 and max(steps) == 4 and 2 in steps
-    assert json.loads((tmp_path / "settings.json").read_text())["steps"] == 4  # typed, so it won
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    text = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
-        base[3][0]["prompt"], add_generation_prompt=True, tokenize=False)
-    assert text.endswith("assistant\n") and again.generation_config.eos_token_id == [2, 0]
-    run_demo(monkeypatch, *flags, "--resume")  # complete already: nothing is trained again
-    assert [json.loads(line)["step"] for line in open(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    for words in ("before:", "after:", "arithmetic", "to go:", "chosen on these questions"):
+        assert words in printed
+    whole = json.loads((tmp_path / "whole" / "results.json").read_text())
+    assert whole["before"]["questions"] == whole["after"]["questions"] == 16
+    assert len(whole["after"]["interval"]) == 2 and whole["seconds"] > 0
+    assert json.loads((tmp_path / "whole" / "settings.json").read_text())["steps"] == 4
+    samples = (tmp_path / "whole" / "samples.jsonl").read_text().splitlines()
+    assert {json.loads(line)["step"] for line in samples} == {0, 1, 2, 4}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    assert again.generation_config.eos_token_id == [2, 0]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "whole")
+    assert tokenizer.chat_template == base[1].chat_template
+    # The same, with an evaluation that fails between the steps, and a resume.
+    evaluate = gsm8k_demo.evaluate
+    calls = []
+
+    def fails_once(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("in the evaluation of step 2")
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(gsm8k_demo, "evaluate", fails_once)
+    with pytest.raises(RuntimeError, match="step 2"):
+        run_demo(monkeypatch, *flags, "--output", tmp_path / "cut")
+    run_demo(monkeypatch, *flags, "--output", tmp_path / "cut", "--resume")
+    cut = json.loads((tmp_path / "cut" / "results.json").read_text())
+    for name in ("before", "step 2", "after", "best"):
+        assert cut[name] == whole[name]
 
 
-def test_evaluation_by_its_defaults(base):
-    # No cap given: the tiny model's context has room for the default of 512.
-    model, tokenizer, _, test_data = base
-    result = gsm8k_demo.evaluate(model, tokenizer, list(test_data.select(range(4))))
-    assert result["questions"] == 4 and 0 <= result["interval"][0] <= result["interval"][1] <= 1
-
-
-class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of all tensors that live, each storage once: .now, and the .peak."""
-
-    def __init__(self, *known):
-        super().__init__()
-        self.now = self.peak = 0
-        self.seen = {tensor.untyped_storage()._cdata for tensor in known}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
-                if key not in self.seen and size:
-                    self.seen.add(key)
-                    self.now += size
-                    self.peak = max(self.peak, self.now)
-                    weakref.finalize(storage, self.gone, key, size)
-        return result
-
-    def gone(self, key, size):
-        self.seen.discard(key)
-        self.now -= size
-
-
-@pytest.mark.parametrize("settings", [
-    dict(), dict(beta=0.0), dict(tokens_per_micro_batch=256), dict(gradient_checkpointing=True),
-    dict(num_generations=32, tokens_per_micro_batch=256, beta=0.0, max_completion_length=48)])
-def test_the_predicted_memory_is_what_tensors_take(settings):
-    """Two steps on a Qwen2 whose layers, or cache, or logits are what fills the memory."""
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=2000, hidden_size=64, intermediate_size=192, num_hidden_layers=6,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=EOS, pad_token_id=0))
-    config = GRPOConfig(**{**dict(steps=2, num_generations=4, prompts_per_step=4,
-                                  max_completion_length=64), **settings})
-    rows = [{"prompt": " ".join(["w1"] * 40)}] * 4
-    with LiveTensors() as live:
-        for _ in training_steps(model, tiny_tokenizer(), rows, gsm8k_demo.random_reward, config):
-            pass
-    expected = gsm8k_demo.predict_memory(model, config, 40)
-    assert sum(expected.values()) * 1e9 == pytest.approx(live.peak, rel=0.2)
-
-
-QWEN = {"0.5B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
-                     num_attention_heads=14, num_key_value_heads=2),
-        "1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
-                     num_attention_heads=12, num_key_value_heads=2)}
-
-
-def weightless(name):
-    with torch.device("meta"):
-        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=151936, tie_word_embeddings=True,
-                                             **QWEN[name]))
-    model.tie_weights()
-    return model
-
-
-def test_the_readmes_memory_table_is_true(monkeypatch):
-    monkeypatch.setattr(gsm8k_demo, "computes_in_bf16", lambda model: True)
-    for column, name, card in ((1, "0.5B", 16), (2, "1.5B", 40)):
-        for flags, row in ((dict(tokens_per_micro_batch=1024), "micro-batches of 1,024 tokens**"),
-                           (dict(gradient_checkpointing=True), "micro-batches of 8,192 tokens**")):
-            parts = gsm8k_demo.predict_memory(weightless(name), GRPOConfig(**flags), 150)
-            line = next(line for line in readme().splitlines()
-                        if line.startswith("|") and row in line)
-            printed = float(line.split("|")[column + 1].strip(" *"))
-            assert printed == round(sum(parts.values()), 1) < card
-
-
-@pytest.mark.parametrize("card, tokens", [(80, 8192), (24, 4096), (17.2, 1024), (12, 512)])
-def test_micro_batches_are_cut_to_fit_the_card(card, tokens, monkeypatch, capsys):
-    tokenizer = types.SimpleNamespace(
-        apply_chat_template=lambda chats, **_: [[0] * (141 - len(chat)) for chat in chats])
-    monkeypatch.setattr(gsm8k_demo, "computes_in_bf16", lambda model: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, card * 1e9))
-    config, data = GRPOConfig(), Dataset.from_list([{"prompt": ["one"]}, {"prompt": ["two"]}])
-    parts = gsm8k_demo.plan_memory(weightless("0.5B"), tokenizer, data, config)
-    assert config.tokens_per_micro_batch == tokens
-    assert f"{sum(parts.values()):.2f} GB expected" in capsys.readouterr().out
-
-
-# ================================================================================================
-# Not tests: the figures of the README
-#
-#   python test_grpo.py rehearsal    seconds a step, side by side: this code, the same step with
-#   python test_grpo.py lengths      `model.generate`, and TRL, where it is installed
-#   python test_grpo.py cost         seconds and memory against G, answer length and model size
-#   python test_grpo.py memory DIR   a micro-batch's memory at true shapes; DIR has Qwen2.5-0.5B's
-#                                    config.json; ten minutes, 10 GB
-# ================================================================================================
-
-
-def random_world(hidden=256, layers=6, mean=60):
-    """Random weights that end an answer after `mean` tokens, and prompts of about 120 tokens."""
-    chance = random.Random(0)
-    base, tokenizer, data, _ = gsm8k_demo.rehearsal(0)
-    end = tokenizer.eos_token_id
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=3 * hidden,
-        num_hidden_layers=layers, num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128, max_position_embeddings=1024,
-        tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=end, pad_token_id=tokenizer.pad_token_id)).eval()
-    with torch.no_grad():
-        level = model(torch.arange(3, 300)[None]).logits.logsumexp(dim=-1).mean()
-    bias = torch.zeros(len(tokenizer))
-    bias[end] = level - math.log(mean)
-    model.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
-    texts = [" ".join(row["prompt"][0]["content"] for row in chance.sample(list(data), 7))
-             for _ in range(64)]
-    prompts = [tokenizer.decode(tokenizer(text)["input_ids"][: chance.randint(110, 130)])
-               for text in texts]
-    return model, tokenizer, [{"prompt": prompt, "answer": "1"} for prompt in prompts]
-
-
-def with_ours(model, tokenizer, rows, reward, config):
-    started = time.perf_counter()
-    metrics = train(model, tokenizer, rows, reward, config)
-    seconds = (time.perf_counter() - started) / config.steps
-    return seconds, sum(m["completion_length"] for m in metrics) / config.steps
-
-
-def with_generate(model, tokenizer, rows, reward, config):
-    """One step of GRPO as it is mostly written: generate, one forward pass over everything."""
-    reference = copy.deepcopy(model) if config.beta else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
-    ends, G = torch.tensor(grpo.end_token_ids(model, tokenizer)), config.num_generations
-    questions, tokens, tokenizer.padding_side = question_stream(rows, 0), 0, "left"
-    torch.manual_seed(0)
-    started = time.perf_counter()
-    for _ in range(config.steps):
-        batch = [next(questions) for _ in range(config.prompts_per_step)]
-        texts = [row["prompt"] if isinstance(row["prompt"], str) else
-                 tokenizer.apply_chat_template(row["prompt"], tokenize=False,
-                                               add_generation_prompt=True) for row in batch]
-        encoded = tokenizer(texts, return_tensors="pt", padding=True)
-        ids = model.generate(**{k: encoded[k] for k in ("input_ids", "attention_mask")},
-                             do_sample=True, temperature=1.0, top_p=1.0, top_k=0,
-                             repetition_penalty=1.0, num_return_sequences=G,
-                             max_new_tokens=config.max_completion_length)
-        answers = ids[:, encoded["input_ids"].shape[1] :]
-        ended = torch.isin(answers, ends)
-        real = ended.cumsum(dim=1) - ended.long() == 0
-        mask = encoded["attention_mask"].repeat_interleave(G, dim=0)
-        mask = torch.cat([mask, real.long()], dim=1)
-        said = [tokenizer.decode(row[seen], skip_special_tokens=True)
-                for row, seen in zip(answers, real)]
-        rewards = torch.tensor(reward(prompts=None, completions=said, answer=[
-            row["answer"] for row in batch for _ in range(G)])).view(-1, G)
-        advantages = group_advantages(rewards).flatten().float()
-        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-
-        def scores(network):
-            logits = network(ids, attention_mask=mask, position_ids=positions,
-                             logits_to_keep=answers.shape[1] + 1).logits[:, :-1]
-            return logits.log_softmax(dim=-1).gather(2, answers.unsqueeze(2)).squeeze(2)
-
-        with torch.no_grad():
-            ref = scores(reference) if reference else None
-        now = scores(model)
-        loss, _ = grpo_loss(now, now.detach(), ref, advantages, real, beta=config.beta)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        tokens += real.sum().item() / len(real)
-    return (time.perf_counter() - started) / config.steps, tokens / config.steps
-
-
-def with_trl(model, tokenizer, rows, reward, config, folder):
-    """TRL's trainer, everything in one micro-batch, no logging, no saving, no checkpointing."""
-    import trl
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        def on_train_begin(self, *_, **__):
-            self.started = time.perf_counter()
-
-        def on_train_end(self, *_, **__):
-            self.seconds = time.perf_counter() - self.started
-
-    def counted(completion_ids, **columns):
-        lengths.append(sum(map(len, completion_ids)) / len(completion_ids))
-        return reward(**columns)
-
-    lengths, clock = [], Clock()
-    model.save_pretrained(folder)  # TRL reads its reference from there
-    model.config._name_or_path = model.name_or_path = folder
-    G, B = config.num_generations, config.prompts_per_step
-    settings = trl.GRPOConfig(
-        folder, max_steps=config.steps, per_device_train_batch_size=B * G, num_generations=G,
-        max_completion_length=config.max_completion_length, learning_rate=config.learning_rate,
-        beta=config.beta, loss_type="grpo", use_cpu=True, bf16=False, gradient_checkpointing=False,
-        report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True)
-    trl.GRPOTrainer(model=model, processing_class=tokenizer, args=settings, reward_funcs=counted,
-                    train_dataset=Dataset.from_list(rows), callbacks=[clock]).train()
-    return clock.seconds / config.steps, sum(lengths) / len(lengths)
-
-
-def side_by_side(which, rounds):
-    """Interleaved, in one process, one thread; prints each run, and the medians."""
-    import tempfile
-    if which == "rehearsal":
-        model, tokenizer, data, _ = gsm8k_demo.rehearsal(0)
-        rows, reward, settings = list(data), gsm8k_demo.boxed_reward, dict(gsm8k_demo.REHEARSAL)
-        del settings["eval_questions"]
-    else:
-        (model, tokenizer, rows), reward = random_world(), gsm8k_demo.random_reward
-        settings = dict(steps=2, prompts_per_step=16, max_completion_length=256,
-                        learning_rate=1e-12)
-    ways = [with_ours, with_generate] + [with_trl] * bool(importlib.util.find_spec("trl"))
-    for beta in (0.02, 0.0):
-        config, seconds = GRPOConfig(**{**settings, "beta": beta}), {}
-        for _ in range(rounds):
-            for way in ways:
-                extra = (tempfile.mkdtemp(),) if way is with_trl else ()
-                took, length = way(copy.deepcopy(model), tokenizer, rows, reward, config, *extra)
-                seconds.setdefault(way.__name__, []).append(took)
-                print(f"{which}, beta {beta}, {way.__name__}: {took:.3f} s a step, answers of "
-                      f"{length:.1f} tokens", flush=True)
-        medians = {name: statistics.median(took) for name, took in seconds.items()}
-        for name, took in medians.items():
-            print(f"    {name}: median {took:.3f} s, {took / medians['with_ours']:.2f} x ours")
-
-
-def cost_point(G, cap, hidden, layers):
-    """One step at one size, in a process of its own: the peak is that of the whole process."""
-    import resource
-    model, tokenizer, rows = random_world(hidden, layers, mean=cap / 4)
-    with torch.no_grad():
-        model.lm_head.weight[tokenizer.eos_token_id] = 0.0  # equal lengths at every size
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    config = GRPOConfig(steps=2, prompts_per_step=8, num_generations=G, learning_rate=1e-12,
-                        max_completion_length=cap, beta=0.0)
-    m = train(model, tokenizer, rows, gsm8k_demo.random_reward, config)[-1]
-    more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e6
-    print(f"| {G} | {cap} | {model.num_parameters() / 1e6:.1f} M | {m['completion_length']:.0f} | "
-          f"{m['sample_seconds']:.2f} | {m['update_seconds']:.2f} | {more:.2f} |", flush=True)
-
-
-def cost():
-    print("| G | cap | weights | mean length | sampling, s | update, s | memory, GB more |")
-    print("|---|---|---|---|---|---|---|")
-    for point in ([(G, 128, 256, 6) for G in (2, 4, 8, 16)] + [
-            (8, cap, 256, 6) for cap in (32, 64, 128, 256)] + [
-            (8, 128, *size) for size in ((128, 4), (256, 6), (384, 8), (512, 10))]):
-        subprocess.run([sys.executable, __file__, "point", *map(str, point)], check=True)
-
-
-def memory(folder):
-    """Activations and logits of one micro-batch in bfloat16, counted, against the prediction."""
-    for large, k, checkpointing in ((0, 2, 0), (0, 4, 0), (0, 8, 1), (1, 4, 0), (1, 8, 1)):
-        shape = AutoConfig.from_pretrained(folder)
-        if large:  # Qwen2.5-1.5B's
-            shape.hidden_size, shape.intermediate_size, shape.num_attention_heads = 1536, 8960, 12
-            shape.num_hidden_layers, shape.layer_types = 28, ["full_attention"] * 28
-        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.bfloat16()
-            parameter.grad = torch.zeros_like(parameter)
-        model.head_gives_logits = True
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-            model.train()
-        ids = torch.randint(0, 150_000, (k, 150 + 512))
-        kept = [x for parameter in model.parameters() for x in (parameter, parameter.grad)]
-        with LiveTensors(*kept) as live:
-            token_logprobs(model, ids, torch.ones_like(ids), 512, num_generations=k,
-                           return_entropy=True, entropy_gradient=False)[0].sum().backward()
-        print(f"{model.num_parameters() / 1e6:.0f} M, {150 + k * 512} tokens, {checkpointing=}: "
-              f"{live.peak / 1e9:.2f} GB", flush=True)
-
-
-if __name__ == "__main__":
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-    what = sys.argv[1] if len(sys.argv) > 1 else ""
-    if what in ("rehearsal", "lengths"):
-        side_by_side(what, rounds=3 if what == "rehearsal" else 1)
-    elif what == "cost":
-        cost()
-    elif what == "memory":
-        memory(*sys.argv[2:])
-    elif what == "point":
-        cost_point(*map(int, sys.argv[2:]))
-    elif what == "campaign":  # test_sigkill_at_random_moments starts this file as a program
-        campaign(*sys.argv[2:])
-    else:
-        sys.exit(__doc__)
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
+def test_any_text_prints_under_any_code_page(encoding):
+    program = """
+import runpy, sys
+sys.argv = ["gsm8k_demo.py", "--nonsense"]
+try:
+    runpy.run_path("gsm8k_demo.py", run_name="__main__")
+except SystemExit:
+    print(chr(0x2588), chr(0x4E2D))  # as a curve, or a model, may
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(grpo.__file__).parent, capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": encoding})
+    assert done.returncode == 0 and done.stdout.strip() == b"? ?", done.stderr
