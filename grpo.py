@@ -230,17 +230,22 @@ def group_advantages(rewards, scale_rewards=True):
 #
 #     A = [+1, +1, -1, -1]
 #
-# A group in which all are right, or all wrong, is all zeros. Early in training most groups are all
-# wrong; late, most are all right. The share of such groups is logged as zero_variance_fraction.
+# A group in which all are right, or all wrong, is all zeros. Where questions are too hard for the
+# model most groups are all wrong, where they are too easy all right. The share of such groups is
+# logged as zero_variance_fraction.
 
 
 # ------------------------------------------------------------------------------------------------
 # 3. Ratio and clip: learn from an answer, but not too much
 #
-# The answers were written by pi_old. The ratio r = pi_theta / pi_old says how much likelier a token
-# has become since, and the objective is r * A. Why? The gradient of r is r times that of log
-# pi_theta. So at r = 1 the gradient of r * A is A times that of log pi_theta: a step uphill makes
-# the token likelier if A > 0 and less likely if A < 0, in proportion to A.
+# How does an advantage become a direction for the weights? A times the gradient of log pi_theta
+# makes the token likelier if A > 0 and less likely if A < 0, in proportion to A. Averaged over
+# answers that the model draws, this is the direction in which its expected reward grows, and to
+# subtract a baseline does not bend it. But the answers were drawn by pi_old, and after an update
+# pi_theta is another policy. So the objective is r * A. The ratio r = pi_theta / pi_old says how
+# much likelier a token has become: times r, a mean over tokens of pi_old is one over tokens of
+# pi_theta. pi_old is a constant in it, and the gradient of r is r times that of log pi_theta. So as
+# long as r is 1, it is the same direction as before.
 #
 # But as soon as the ratio has gone far enough *in the direction that pays*, the min takes the
 # clipped branch. That one is constant: no gradient, no further push from this token.
@@ -281,7 +286,7 @@ def clipped_surrogate(logprobs, old_logprobs, advantages, epsilon=0.2, epsilon_h
 #     -1   0.5 (ans. 4)  min(-0.5, -0.8) = -0.8  clipped      0    bad, and already rarer
 #     any  1.0           A                       not clipped  A    every token, at the first update
 #
-# With one update per batch of answers, pi_theta *is* pi_old at the moment when the gradient is
+# With one update per batch of answers, pi_theta has the same weights as pi_old when the gradient is
 # taken. (This is called on-policy.) Every ratio is then 1 and the clip never acts. It wakes up when
 # the same answers are learned from several times. A common mistake is max in place of min for
 # negative advantages: it goes on pushing in the fourth line, and stops in the third, where the
@@ -326,8 +331,10 @@ def k3_kl(logprobs, ref_logprobs):
 # Why not simply log(pi_theta / pi_ref), known as k1? Its mean is right as well. But its gradient is
 # that of log pi_theta, and the mean of that over tokens drawn from pi_theta is zero: sum(pi_theta *
 # grad log pi_theta) = sum(grad pi_theta) = grad 1 = 0. As a loss, k1 holds nothing back at all.
-# (What k3 pulls along is, on average, the gradient of the KL the other way round, KL(pi_ref ||
-# pi_theta), which holds the policy back as well. Section 12 has the alternatives.)
+#
+# The same caution is due for k3. The tokens are drawn from pi_theta as well, and autograd does not
+# see that, so the mean of k3's gradient is not the gradient of its mean. It is that of the KL the
+# other way round, KL(pi_ref || pi_theta), which also holds the policy back. Section 12 has others.
 
 
 # ------------------------------------------------------------------------------------------------
@@ -389,7 +396,8 @@ def average(per_token, mask, loss_type="grpo", max_completion_length=None):
 def check_and_blank(logprobs, old_logprobs, ref_logprobs, advantages, mask, beta):
     """Refuse what does not fit together, and put zeros behind the mask.
 
-    Returns the log-probs of pi_theta, pi_old and pi_ref, and the mask as bools, all (N, T).
+    Returns the log-probs of pi_theta, of pi_old and pi_ref as constants, and the mask as bools, all
+    (N, T).
     ValueError says what was given and what is wanted. (Shapes are compared strictly, because
     tensors that do not fit are often stretched until they do, silently.)
     """
@@ -399,7 +407,7 @@ def check_and_blank(logprobs, old_logprobs, ref_logprobs, advantages, mask, beta
     if ref_logprobs is None:
         if beta != 0:
             raise ValueError(f"beta is {beta}, so ref_logprobs are needed; None is for beta=0")
-        ref_logprobs = logprobs.detach()  # the policy as its own reference: the KL is 0
+        ref_logprobs = logprobs  # the policy as its own reference: the KL is 0
     wanted = [("old_logprobs", old_logprobs, (N, T)), ("ref_logprobs", ref_logprobs, (N, T)),
               ("mask", mask, (N, T)), ("advantages", advantages, (N,))]
     for name, tensor, shape in wanted:
@@ -412,7 +420,7 @@ def check_and_blank(logprobs, old_logprobs, ref_logprobs, advantages, mask, beta
     logprobs = logprobs.masked_fill(~mask, 0.0)
     old_logprobs = old_logprobs.masked_fill(~mask, 0.0)
     ref_logprobs = ref_logprobs.masked_fill(~mask, 0.0)
-    return logprobs, old_logprobs, ref_logprobs, mask
+    return logprobs, old_logprobs.detach(), ref_logprobs.detach(), mask  # the others are constants
 
 
 @torch.no_grad()
@@ -493,8 +501,9 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
 # mixed in: the generation_config.json of Qwen2.5-0.5B-Instruct says top_p 0.8, top_k 20 and
 # repetition_penalty 1.1, and without those the library's default is top_k 50. The tokens then come
 # from another distribution than the one whose probabilities go into the ratio, and the loss does
-# not show it. The loop below has no such settings. It draws from softmax(logits / temperature), all
-# of it, and keeps the log-probabilities that it drew with, as a check on section 8.
+# not show it. Each can be switched off, if one knows them all. The loop below has none. It draws
+# from softmax(logits / temperature), all of it, and keeps the log-probabilities that it drew with,
+# as a check on section 8.
 #
 # Two things make it fast. Each prompt is read once, and what the model has computed for it (the
 # keys and values of its attention layers, the "KV cache") is copied to the G rows that continue it.
@@ -579,9 +588,10 @@ def choose_tokens(logits, temperature, uniforms):
     """Logits (n, V) and uniform numbers (n,) -> a token each (n,), and its log-probability (n,).
 
     Draws from softmax(logits / temperature) by inverting the cumulative distribution: lay the V
-    probabilities end to end on a line, and see on whose stretch the uniform number falls. (With
-    torch.multinomial, what a row draws would depend on which other rows are there.) Temperature 0
-    takes the likeliest token; its log-probability is that at temperature 1.
+    probabilities end to end on a line, and see on whose stretch the uniform number falls. Unlike
+    with torch.multinomial, a row draws the same whichever other rows are there, so that to drop
+    rows, or to sample in parts, changes no answer. Temperature 0 takes the likeliest token; its
+    log-probability is that at temperature 1.
     """
     # bfloat16 has two to three digits, too few to tell 150,000 probabilities apart: up-cast first.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -623,7 +633,7 @@ def write_answers(model, prompt_ids, prompt_mask, uniforms, end_ids, temperature
     cache.reorder_cache(rows)  # B rows of keys and values become N
     logits = out.logits[rows, -1]  # (N, V)
     last_position = positions[rows, -1:]  # (N, 1) of the token written last
-    # A row that has ended goes on writing until it leaves the batch; nobody reads that.
+    # Ones for the columns still to come, for rows that have ended as well: nobody reads theirs.
     mask = torch.nn.functional.pad(prompt_mask[rows], (0, T), value=1)  # (N, P+T)
 
     live = torch.arange(N, device=device)  # (n,) the rows that are still in the batch
@@ -739,15 +749,16 @@ def join_rollouts(parts):
     """Several rollouts as one, with the rows of all of them, padded to the widest."""
     P = max(part.input_ids.shape[1] - part.completion_mask.shape[1] for part in parts)
     T = max(part.completion_mask.shape[1] for part in parts)
-    pad = torch.nn.functional.pad
+    fill = torch.nn.functional.pad
     ids, attention_masks, completion_masks, logprobs, texts = [], [], [], [], []
     for part in parts:
-        right = T - part.completion_mask.shape[1]
-        left = P + T - right - part.input_ids.shape[1]
-        ids.append(pad(part.input_ids, (left, right)))
-        attention_masks.append(pad(part.attention_mask, (left, right)))
-        completion_masks.append(pad(part.completion_mask, (0, right)))
-        logprobs.append(pad(part.logprobs, (0, right)))
+        part_T = part.completion_mask.shape[1]
+        part_P = part.input_ids.shape[1] - part_T
+        both = (P - part_P, T - part_T)  # columns to add on the left and on the right
+        ids.append(fill(part.input_ids, both))
+        attention_masks.append(fill(part.attention_mask, both))
+        completion_masks.append(fill(part.completion_mask, (0, T - part_T)))
+        logprobs.append(fill(part.logprobs, (0, T - part_T)))
         texts += part.texts
     return Rollout(
         input_ids=torch.cat(ids),
@@ -930,7 +941,7 @@ def token_logprobs(model, input_ids, attention_mask, completion_length, temperat
 # The words, from large to small:
 #
 #   step          one round of the five moves. B questions are drawn, and N = B * G answers sampled
-#   pass          the answers of a step are learned from num_iterations times
+#   pass          once over all answers of a step, to learn from them; there are num_iterations
 #   mini-batch    each pass is divided into num_mini_batches parts, of whole groups. Each is one
 #                 update: one gradient, one movement of the weights
 #   micro-batch   the rows of a mini-batch that are computed at once, as memory allows. Their
@@ -1035,7 +1046,7 @@ class Learner:
     model: torch.nn.Module  # pi_theta: it samples, and it is scored
     reference: Optional[torch.nn.Module]  # pi_ref; None at beta = 0
     parameters: list  # the model's trained parameters, in the precision that it computes in
-    weights: list  # their float32 masters, which the optimizer moves
+    weights: list  # float32 masters of those, which the optimizer moves: see make_learner
     optimizer: torch.optim.Optimizer
     hooks: list  # what has to be removed from the model when the run is over
     at_once: dict  # how many "prompts" are sampled, and "tokens" scored, at once
@@ -1222,8 +1233,9 @@ def score(learner, model, rollout, rows, config):
 
 
 def clear_gradients(learner):
-    """Set all gradients to zero. Not to None: where no answer of an update has anything to teach,
-    Adam still moves the weights, by the momentum of earlier updates."""
+    """Set all gradients to zero. Not to None: so there is always something to add to, and an update
+    in which no answer teaches is one like any other. (Adam moves the weights in it, too, by the
+    momentum of earlier updates.)"""
     for parameter, weight in zip(learner.parameters, learner.weights):
         parameter.grad = None  # what an attempt that ran out of memory may have left
         weight.grad = torch.zeros_like(weight)
@@ -1462,7 +1474,7 @@ def add_step_metrics(metrics, learner):
 #
 #   figure                  healthy                       sick
 #   reward_mean             rises                         flat, or stuck at 0.5 (section 1)
-#   zero_variance_fraction  below about a half            near 1: the answers to a question all earn
+#   zero_variance_fraction  well below 1                  near 1: the answers to a question all earn
 #                                                         the same, and teach nothing. Are they too
 #                                                         hard, too easy, too much alike (G, the
 #                                                         temperature)?
@@ -1471,7 +1483,7 @@ def add_step_metrics(metrics, learner):
 #   entropy                 falls slowly                  near 0 early on: it always says the same,
 #                                                         and finds nothing new
 #   kl                      grows slowly                  jumps, or grows while the reward falls
-#   ratio_max               1 with one update a step      large: the steps are too long
+#   ratio_max               1 with one update a step      large: the updates are too large
 #   clip_fraction           0 with one update a step      above a fifth: likewise
 #   grad_norm               around 1 and below            large for many steps
 #   sampler_gap             1e-6; in bfloat16 up to 0.05  more: section 8
@@ -1620,10 +1632,9 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
 #   GSPO        gspo_loss: one ratio for a whole answer, a mean; answer_ratio_loss takes the product
 #   TRL         corrected_kl_loss: the KL is multiplied by the ratio
 #
-# And PPO stays out. It subtracts the KL from the reward; here the group's std would rescale it, and
-# each token would be blamed for the drift of all others. And it trains a critic. Where the only
-# reward R comes at the end, and the critic expects the reward V, PPO's advantage (if nothing is
-# discounted) is R - V. With the group's mean in the place of V that is GRPO's, but for the std.
+# PPO itself stays out. Its advantage is R_i minus what a trained critic expects, if the only reward
+# comes at the end and nothing is discounted. With the group's mean in the critic's place that is
+# GRPO's advantage, but for the std.
 # ------------------------------------------------------------------------------------------------
 
 
@@ -1730,7 +1741,7 @@ def answer_ratio_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *,
 def corrected_kl_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon=0.2,
                       epsilon_high=None, beta=0.04, loss_type="grpo", max_completion_length=None,
                       kl_fn=k3_kl):
-    """The KL times the ratio (TRL's `use_bias_correction_kl`, its default).
+    """The KL times the ratio (`use_bias_correction_kl` in TRL, where it is the default as of 1.16).
 
     The answers were drawn from pi_old, so a mean over them is a mean under pi_old; the ratio makes
     it one under pi_theta. On-policy the value is the same, but the gradient is then that of
@@ -1955,9 +1966,9 @@ def load_checkpoint(path, learner, run):
         for i, (weight, parameter) in enumerate(zip(learner.weights, learner.parameters)):
             weight.data.copy_(file.get_tensor(f"{i} weight"))
             parameter.data.copy_(weight)
-        # Through the optimizer's own door, which knows on which device it wants each number. clone,
-        # because what safetensors returns is the file itself: it would stay on the disk as long as
-        # this process lives, deleted or not.
+        # load_state_dict knows on which device the optimizer wants each number. clone, because what
+        # safetensors returns is the file itself, mapped: it would stay on the disk as long as this
+        # process lives, deleted or not.
         state = {}
         for name in file.keys():
             i, key = name.split()
