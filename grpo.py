@@ -396,10 +396,9 @@ def average(per_token, mask, loss_type="grpo", max_completion_length=None):
 def check_and_blank(logprobs, old_logprobs, ref_logprobs, advantages, mask, beta):
     """Refuse what does not fit together, and put zeros behind the mask.
 
-    Returns the log-probs of pi_theta, of pi_old and pi_ref as constants, and the mask as bools, all
-    (N, T).
-    ValueError says what was given and what is wanted. (Shapes are compared strictly, because
-    tensors that do not fit are often stretched until they do, silently.)
+    Returns the log-probs of pi_theta, those of pi_old and pi_ref as constants, and the mask as
+    bools, all (N, T). ValueError says what was given and what is wanted. (Shapes are compared
+    strictly, because tensors that do not fit are often stretched until they do, silently.)
     """
     if logprobs.dim() != 2:
         raise ValueError(f"logprobs are {tuple(logprobs.shape)}, wanted (N, T)")
