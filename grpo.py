@@ -749,7 +749,11 @@ def join_rollouts(parts):
     P = max(part.input_ids.shape[1] - part.completion_mask.shape[1] for part in parts)
     T = max(part.completion_mask.shape[1] for part in parts)
     fill = torch.nn.functional.pad
-    ids, attention_masks, completion_masks, logprobs, texts = [], [], [], [], []
+    ids = []
+    attention_masks = []
+    completion_masks = []
+    logprobs = []
+    texts = []
     for part in parts:
         part_T = part.completion_mask.shape[1]
         part_P = part.input_ids.shape[1] - part_T

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT-0
-"""Train Qwen2.5-0.5B-Instruct on GSM8K with GRPO, on one GPU, in an evening.
+"""Train Qwen2.5-0.5B-Instruct on GSM8K with GRPO, on one GPU.
 
     python gsm8k_demo.py                       the real thing; without a CUDA GPU, the rehearsal
     python gsm8k_demo.py --rehearsal           a tiny model on the CPU, about a minute, offline
@@ -27,6 +27,7 @@ import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from operator import add, mul, sub
 from pathlib import Path
 from typing import Callable, Optional
@@ -442,8 +443,8 @@ def show_time_to_go(metrics, config, demo, folder):
     evaluation = folder.results["evaluation_seconds"]
     if demo.eval_every:
         evaluation *= 1 + left // demo.eval_every
-    tqdm.write(f"to go: about {seconds * left / 60:.1f} minutes of training, and "
-               f"{evaluation / 60:.1f} minutes of evaluation")
+    tqdm.write(f"to go, in h:mm:ss: about {timedelta(seconds=round(seconds * left))} of training, "
+               f"and {timedelta(seconds=round(evaluation))} of evaluation")
 
 
 def pick_group(learner):
@@ -813,7 +814,7 @@ def read_flags():
     asked = demo.rehearsal or demo.random_weights or demo.model or demo.data
     if not asked and not torch.cuda.is_available():
         print("no CUDA GPU here, so this is the rehearsal: a tiny model that learns on the CPU. "
-              f"The real thing, which takes days on a CPU: --model {MODEL}")
+              f"The real thing, which is far too much for a CPU: --model {MODEL}")
         demo.rehearsal = True
     # What was typed still wins over these when the flags are read again.
     if demo.rehearsal:

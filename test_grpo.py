@@ -2242,7 +2242,7 @@ def test_the_demo_from_flags_to_files(base, tmp_path, monkeypatch, capsys):
              "--eval_every", 2, "--show_steps", 2, "--save_steps", 2]
     run_demo(monkeypatch, *flags, "--output", tmp_path / "whole")
     printed = capsys.readouterr().out
-    for words in ("before:", "after:", "arithmetic", "to go:", "chosen on these questions"):
+    for words in ("before:", "after:", "arithmetic", "to go", "chosen on these questions"):
         assert words in printed
     whole = json.loads((tmp_path / "whole" / "results.json").read_text())
     assert whole["before"]["questions"] == whole["after"]["questions"] == 16
