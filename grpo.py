@@ -240,15 +240,20 @@ def group_advantages(rewards, scale_rewards=True):
 #
 # How does an advantage become a direction for the weights? A times the gradient of log pi_theta
 # makes the token likelier if A > 0 and less likely if A < 0, in proportion to A. Averaged over
-# answers that the model draws, this is the direction in which its expected reward grows, and to
-# subtract a baseline does not bend it. But the answers were drawn by pi_old, and after an update
-# pi_theta is another policy. So the objective is r * A. The ratio r = pi_theta / pi_old says how
-# much likelier a token has become: times r, a mean over tokens of pi_old is one over tokens of
-# pi_theta. pi_old is a constant in it, and the gradient of r is r times that of log pi_theta. So as
-# long as r is 1, it is the same direction as before.
+# answers that pi_theta draws, this is the direction in which the expected reward grows, because
+# grad sum(pi * R) = sum(pi * R * grad log pi). A baseline b does not bend it: it adds only
+# b * sum(grad pi) = b * grad 1 = 0. The std changes how much a question counts.
 #
-# But as soon as the ratio has gone far enough *in the direction that pays*, the min takes the
-# clipped branch. That one is constant: no gradient, no further push from this token.
+# But the answers were drawn by pi_old, and after an update pi_theta is another policy. So the
+# objective is r * A, with the ratio r = pi_theta / pi_old. Weighted by r, a mean over tokens drawn
+# by pi_old becomes one over tokens drawn by pi_theta, since sum(pi_old * r * A) = sum(pi_theta * A).
+# (Exactly so for one token; the text before it is still pi_old's.) pi_old is a constant in r. So the
+# gradient of r is r times that of log pi_theta: as long as r is 1, the same direction as before.
+#
+# Such a correction can be trusted only near r = 1. So the objective becomes min(r A, clip(r) A),
+# where clip limits r to the interval from 1 - eps to 1 + eps. As soon as the ratio has gone far
+# enough *in the direction that pays*, the min takes the clipped branch. That one is constant: no
+# gradient, no further push from this token.
 # ------------------------------------------------------------------------------------------------
 
 
@@ -314,7 +319,8 @@ def k3_kl(logprobs, ref_logprobs):
     It is never negative, since e^x >= 1 + x. Mind which policy is on top: with the fraction upside
     down it estimates something else. Value and gradient are finite for any finite input.
     """
-    # Limited so that nothing overflows: above, e^50; below, a difference of two huge numbers.
+    # Above 50, e^x would soon overflow. Below, e^x is harmless, and the bound is there only because
+    # the difference of two huge numbers may itself be -inf.
     log_ratio = (ref_logprobs - logprobs).clamp(-1e30, 50)  # (N, T) log(pi_ref / pi_theta)
     return torch.expm1(log_ratio) - log_ratio  # expm1(x) is e^x - 1, without losing small x
 
@@ -332,9 +338,11 @@ def k3_kl(logprobs, ref_logprobs):
 # that of log pi_theta, and the mean of that over tokens drawn from pi_theta is zero: sum(pi_theta *
 # grad log pi_theta) = sum(grad pi_theta) = grad 1 = 0. As a loss, k1 holds nothing back at all.
 #
-# The same caution is due for k3. The tokens are drawn from pi_theta as well, and autograd does not
-# see that, so the mean of k3's gradient is not the gradient of its mean. It is that of the KL the
-# other way round, KL(pi_ref || pi_theta), which also holds the policy back. Section 12 has others.
+# The same caution is due for k3. Which tokens are drawn depends on pi_theta as well, and autograd
+# does not see that, so the mean of k3's gradient is not the gradient of its mean. It is that of the
+# KL the other way round, KL(pi_ref || pi_theta), which also holds the policy back. (All of this is
+# exact at the first update. Later the tokens are still pi_old's, and it holds approximately, unless
+# k3 is multiplied by r as well. Section 12 has that, and other estimates.)
 
 
 # ------------------------------------------------------------------------------------------------
