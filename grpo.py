@@ -246,9 +246,9 @@ def group_advantages(rewards, scale_rewards=True):
 #
 # But the answers were drawn by pi_old, and after an update pi_theta is another policy. So the
 # objective is r * A, with the ratio r = pi_theta / pi_old. Weighted by r, a mean over tokens drawn
-# by pi_old becomes one over tokens drawn by pi_theta, since sum(pi_old * r * A) = sum(pi_theta * A).
-# (Exactly so for one token; the text before it is still pi_old's.) pi_old is a constant in r. So the
-# gradient of r is r times that of log pi_theta: as long as r is 1, the same direction as before.
+# by pi_old becomes one over tokens drawn by pi_theta: sum(pi_old * r * A) = sum(pi_theta * A).
+# (Exactly so for one token; the text before it is still pi_old's.) pi_old is a constant in r, and
+# the gradient of r is r times that of log pi_theta: as long as r is 1, the same direction as before.
 #
 # Such a correction can be trusted only near r = 1. So the objective becomes min(r A, clip(r) A),
 # where clip limits r to the interval from 1 - eps to 1 + eps. As soon as the ratio has gone far
