@@ -248,7 +248,7 @@ def group_advantages(rewards, scale_rewards=True):
 # objective is r * A, with the ratio r = pi_theta / pi_old. Weighted by r, a mean over tokens drawn
 # by pi_old becomes one over tokens drawn by pi_theta: sum(pi_old * r * A) = sum(pi_theta * A).
 # (Exactly so for one token; the text before it is still pi_old's.) pi_old is a constant in r, and
-# the gradient of r is r times that of log pi_theta: as long as r is 1, the same direction as before.
+# the gradient of r is r times that of log pi_theta: while r is 1, the same direction as before.
 #
 # Such a correction can be trusted only near r = 1. So the objective becomes min(r A, clip(r) A),
 # where clip limits r to the interval from 1 - eps to 1 + eps. As soon as the ratio has gone far
@@ -1989,6 +1989,17 @@ def load_checkpoint(path, learner, run):
         learner.optimizer.load_state_dict({"state": state, "param_groups": groups})
     learner.questions_seen = saved["questions_seen"]
     return saved["step"]
+
+
+def load_weights(output_dir, model):
+    """Put the weights of a run's checkpoint into the model that the run began with, for use without
+    going on. Returns the checkpoint's step."""
+    path = os.path.join(output_dir, "checkpoint.safetensors")
+    with safe_open(path, framework="pt") as file:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for i, parameter in enumerate(trained):
+            parameter.data.copy_(file.get_tensor(f"{i} weight"))
+        return json.loads(file.metadata()["json"])["step"]
 
 
 def let_go(learner):

@@ -34,15 +34,15 @@ from typing import Callable, Optional
 
 import torch
 from datasets import Dataset, load_dataset
-from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig,
                           HfArgumentParser, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
 
-from grpo import (GRPOConfig, check_examples, computes_in_bf16, extract_boxed, knob, read_metrics,
-                  rule_reward, sample_groups, token_logprobs, training_steps, within_memory)
+from grpo import (GRPOConfig, check_examples, computes_in_bf16, extract_boxed, knob, load_weights,
+                  read_metrics, rule_reward, sample_groups, token_logprobs, training_steps,
+                  within_memory)
 
 # The defaults of the real run are GRPOConfig's: 32 questions x 8 answers = 256 answers a step at
 # learning rate 1e-6, 512 tokens, temperature 1, clip 0.2. Evidence: verl's baseline trains this
@@ -376,15 +376,12 @@ def judge_checkpoint(world, config, demo, folder):
 
     The training goes on at once from there, so a copy of the model gets the saved weights.
     """
-    with safe_open(folder.path / "checkpoint.safetensors", framework="pt") as file:
-        step = json.loads(file.metadata()["json"])["step"]
-        if not is_due(step, demo.eval_every) or step == config.steps:
-            return
-        model = copy.deepcopy(world.model)
-        trained = [weight for weight in model.parameters() if weight.requires_grad]
-        for i, weight in enumerate(trained):
-            weight.data.copy_(file.get_tensor(f"{i} weight"))
-    judge(replace(world, model=model), config, demo, folder, step)
+    if demo.eval_every == 0:
+        return
+    model = copy.deepcopy(world.model)
+    step = load_weights(folder.path, model)
+    if is_due(step, demo.eval_every) and step < config.steps:
+        judge(replace(world, model=model), config, demo, folder, step)
 
 
 # ------------------------------------------------------------------------------------------------
