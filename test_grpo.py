@@ -4,9 +4,9 @@ r"""The tests of grpo.py and gsm8k_demo.py, and the second half of the tutorial:
     python -m pytest -q test_grpo.py
 
 All of it runs offline, on the CPU, in under two minutes. Most of it is tables: a name, what goes
-in, what must come out. Below each table stands the short function that checks its rows. Read a
-table like a list of sentences; change a line of grpo.py, and see which of them goes red. "Slow" is
-a second way to compute the same thing: loops, one token at a time, written to be obvious.
+in, what must come out, and below them the short function that checks each row. Read a table like a
+list of sentences; change a line of grpo.py, and see which of them goes red. "Slow" is a second way
+to compute the same thing: loops, one token at a time, written to be obvious.
 """
 
 import builtins
@@ -14,7 +14,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import importlib.util
 import inspect
 import itertools
 import json
@@ -25,6 +24,7 @@ import re
 import runpy
 import shutil
 import signal
+import string
 import subprocess
 import sys
 import time
@@ -44,8 +44,10 @@ from torch.nn.utils import parameters_to_vector
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, CONFIG_MAPPING,
                           PreTrainedTokenizerFast)
 
-import grpo
-import gsm8k_demo
+sys.path.append(str(Path(__file__).parent / ".ci"))
+import gallery  # noqa: E402
+import grpo  # noqa: E402
+import gsm8k_demo  # noqa: E402
 from grpo import (answer_ratio_loss, average, choose_tokens, clipped_surrogate, corrected_kl_loss,
                   end_token_ids, extract_boxed, group_advantages, group_scale, grpo_loss,
                   GRPOConfig, gspo_loss, k3_kl, kl_estimate, masked_mean, overlong_penalty,
@@ -66,6 +68,11 @@ def gradient(function, x):
     """The gradient of function(x), a single number, with respect to x."""
     leaf = x.clone().requires_grad_()
     return torch.autograd.grad(function(leaf), leaf)[0]
+
+
+def cases(names, table):
+    """A test for each row of a table: the key is the name of the case, the value goes in."""
+    return pytest.mark.parametrize(names, table.values(), ids=table)
 
 
 def near(actual, expected, tolerance=1e-12):
@@ -106,7 +113,7 @@ def script(loss_type):
     return [average(2 * ones, mask, loss_type, 7), *slope[:, 0]]
 
 
-WORKED = {  # document, quantity: what grpo.py computes, what is right, what is misprinted
+@cases("row", {  # document, quantity: what grpo.py computes, what is right, what is misprinted
     "article: clip at ratio 1.3": (lambda: clip(2, "1.3"), "2.4"),
     "article: mean, std and advantages of five; its code has rewards.std(), over G - 1":
         (lambda: statistics("2 3.5 1 4 2.5"),
@@ -115,6 +122,8 @@ WORKED = {  # document, quantity: what grpo.py computes, what is right, what is 
     "article: one right answer in R1's group of 16, its root of 63 is that of a group of 64":
         (lambda: statistics("1.5" + 15 * " 0.5")[2], "3.872983", "7.937254"),
     "article, explainer: k3 at pi_ref/pi_theta = 2": (lambda: k3_kl(P_02, P_04), "0.306853"),
+    "k3: its mean over a policy is KL(policy || ref), here 0.55 log(0.55/0.03) + ...":
+        (lambda: (POLICY * k3_kl(POLICY.log(), REFERENCE.log())).sum(), "1.732424"),
     "book: mean losses": (lambda: masked_mean(BOOK, BOOK_MASK, dim=1), "2.8 1.9"),
     "book: mean of the means": (lambda: average(BOOK, BOOK_MASK), "2.35"),
     "book: mean over tokens, 33/15": (lambda: average(BOOK, BOOK_MASK, "dapo"), "2.2", "2.27"),
@@ -145,12 +154,12 @@ WORKED = {  # document, quantity: what grpo.py computes, what is right, what is 
         "0.875  0.637    0.82     -1.23     0.82     -1.23     0.12     0.82     -0.53    0.82"),
     "course: good": (lambda: clip(1, "0.5 0.8 1 1.2 1.5"), "0.5 0.8 1 1.2 1.2"),
     "course: bad": (lambda: clip(-1, "0.5 0.8 1 1.2 1.5"), "-0.8 -0.8 -1 -1.2 -1.5"),
-}
-
-
-@pytest.mark.parametrize("name", WORKED)
-def test_the_documents_numbers(name):
-    compute, right, *misprint = WORKED[name]
+    "grpo.py's apples: the three averages":
+        (lambda: [run_loss("the papers", name, *APPLES, cap=4)[0] for name in LOSS_TYPES],
+         "0.205685 0.105053 0.039395"),
+})
+def test_the_documents_numbers(row):
+    compute, right, *misprint = row
     near(torch.as_tensor(compute()).flatten(), numbers(right), 1e-6)
     for printed in misprint:
         assert (numbers(right) - numbers(printed)).abs().max() > 0.005, "it may be rounding"
@@ -169,7 +178,17 @@ NO_REWARD = {  # blank boxes, and none
     r"\boxed{\boxed{}}": "", "": None, "63": None, "boxed{63}": None, r"\boxed": None,
     r"\boxed{63": None, r"\boxed63}": None, r"\boxed\{63\}": None, r"\boxed{63\}": None,
 }
-READ = {  # why: box and answer
+
+
+@pytest.mark.parametrize("text", BOXES | NO_REWARD)
+def test_boxes(text):
+    assert extract_boxed(text) == (BOXES | NO_REWARD)[text]
+    if text in NO_REWARD:
+        assert rule_reward(text, "63") == 0.0
+        assert rule_reward(text, "") == 0.0  # that nothing equals nothing earns nothing
+
+
+@cases("rows", {  # why: box and answer
     "the same number": ["63.0 is 63", "007 is 7", "-0 is 0", "+5 is 5", ".5 is 0.5", "5e3 is 5000",
         "5e-1 is 0.5", "63 is 63.0", "63.009 is 63", "62.991 is 63"],
     "another number": ["50 is not 63", "630 is not 63", "-63 is not 63", "5 is not -5",
@@ -187,41 +206,19 @@ READ = {  # why: box and answer
     "equal as strings": [r"\frac12 is \frac12", "Monday is Monday", ", is ,", "nan is nan"],
     "no number": [", is not 0", ". is not 0", "- is not 0", "$ is not 0", "e5 is not 0",
         "63 is not ", "63 is not ,", "6 3 is not 63", "63 eggs is not 63", "6.3.0 is not 6.3",
-        "--5 is not 5", "63\x00 is not 63", r"\frac12 is not 0.5"],
-    "not Python": ["60+3 is not 63", "1_000 is not 1000", "0x3f is not 63", "nan is not NaN"],
+        "--5 is not 5", "63\x00 is not 63", r"\frac12 is not 0.5", "60+3 is not 63",
+        "1_000 is not 1000", "0x3f is not 63", "nan is not NaN"],
     "too large for a float": ["1e999 is not 2e999", "inf is not 1e999", "-1e999 is not -inf",
         f"1{'0' * 308} is not -1{'0' * 308}"],
     "other digits": ["\u0666\u0663 is not 63", "\uff16\uff13 is not 63", "6\u00b3 is not 63",
         "\u2465 is not 6", "63 is not \u0666\u0663"],
-}
-
-
-@pytest.mark.parametrize("text", BOXES | NO_REWARD)
-def test_boxes(text):
-    assert extract_boxed(text) == (BOXES | NO_REWARD)[text]
-    if text in NO_REWARD:
-        assert rule_reward(text, "63") == 0.0
-        assert rule_reward(text, "") == 0.0  # that nothing equals nothing earns nothing
-
-
-@pytest.mark.parametrize("why", READ)
-def test_boxes_are_read_as_a_person_would(why):
-    for case in READ[why]:
+})
+def test_boxes_are_read_as_a_person_would(rows):
+    for case in rows:
         box, answer = re.split(" is not | is ", case)
         reward = rule_reward(f"The answer is \\boxed{{{box}}}.", answer)
         assert reward == (0.5 if " is not " in case else 1.5), case
         assert type(reward) is float
-
-
-def test_a_reward_comes_out_whatever_is_written():
-    pieces = ["\\boxed{", "}"] * 4 + list(" \n\x00\x1c\u3000\u0663\uff11\u00bd\ud800")
-    pieces += r"{ \{ \} \boxed 6 63 , {,} . - $ \$ % e _ nan 1e999".split()
-    draw = random.Random(0)
-    for _ in range(3000):
-        text = "".join(draw.choices(pieces, k=draw.randrange(25)))
-        inside = (extract_boxed(text) or "").strip()
-        reward = rule_reward(text, draw.choice(["63", "", "nan", inside or "3", text]))
-        assert reward in ([0.5, 1.5] if inside else [0.0])
 
 
 @pytest.mark.parametrize(
@@ -241,20 +238,16 @@ def test_hostile_text_takes_linear_time(piece):
 
 
 # --- 3. Advantages ---
-GROUPS = {  # rewards, advantages
+@cases("rewards, right", {  # rewards, advantages
     "the apples": ("1.5 1.5 0.5 0.5", "1 1 -1 -1"), "small is not equal": ("0 1e-9", "-1 1"),
     "just not equal": ("1 1.0000026", "-1 1"),
     # Equal rewards, though their mean may differ in the last digit: exactly 0.
     "just equal": ("1 1.0000004", "0 0"), "zeros": ("0 0 0", "0 0 0"),
     "0.1": ("0.1 0.1 0.1", "0 0 0"), "negative": (7 * "-0.7 ", 7 * "0 "),
     "large": ("100000001 100000000 100000000", "0 0 0"),
-}
-SCALES = {"group": 2**0.5, "none": 1, "rloo": 4 / 3, "batch": 0.8**0.5}
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_advantages(name):
-    rewards, right = map(numbers, GROUPS[name])
+})
+def test_advantages(rewards, right):
+    rewards, right = numbers(rewards), numbers(right)
     tolerance = 1e-6 * right.abs().max()  # so zeros are exact
     centered = rewards - rewards.mean()
     near(group_advantages(rewards, False), centered if right.any() else right, tolerance)
@@ -266,16 +259,16 @@ def test_advantages(name):
     assert torch.equal(block, before)
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_scales_of_advantages(scale):
+@pytest.mark.parametrize("scale, best", [
+    ("group", 2**0.5), ("none", 1), ("rloo", 4 / 3), ("batch", 0.8**0.5)])
+def test_scales_of_advantages(scale, best):
     rewards = t64([[0, 1, 1, 2], [3, 3, 3, 3]])  # others' mean of the 2: 2/3; std of all: 1.25**0.5
-    best = SCALES[scale]
     near(group_scale(rewards, scale), [[-best, 0, 0, best], [0, 0, 0, 0]])
     assert (group_scale(torch.full((3, 4), 0.5), scale) == 0).all()
 
 
 # --- 4. Ratio and clip, the KL estimators, the masked mean: values and gradients ---
-ONE_TOKEN = {  # advantage (clipped 0.2 below, 0.28 above) or KL; log-ratio, value, gradient
+@cases("row", {  # advantage (clipped 0.2 below, 0.28 above) or KL; log-ratio, value, gradient
     "good, much likelier": "1 0.3 1.28 0", "good, likelier": "1 0.2 1.221403 1.221403",
     "good, rarer": "1 -0.5 0.606531 0.606531", "bad, likelier": "-1 0.5 -1.648721 -1.648721",
     "bad, much rarer": "-1 -0.3 -0.8 0", "e^20, not clipped": "-2 20 -970330391 -970330391",
@@ -283,12 +276,9 @@ ONE_TOKEN = {  # advantage (clipped 0.2 below, 0.28 above) or KL; log-ratio, val
     "k3, nearly equal": "low_var_kl 1e-6 5e-13 1e-6", "k3 has no end": "low_var_kl 1000 999 1",
     "k3 is not cut off at 30": "low_var_kl -30 1.0686475e13 -1.0686475e13",
     "k1": "kl -3 -3 1", "|k1|": "abs -3 3 -1", "k2": "mse -3 4.5 -3",
-}
-
-
-@pytest.mark.parametrize("name", ONE_TOKEN)
-def test_one_token(name):
-    kind, *row = ONE_TOKEN[name].split()
+})
+def test_one_token(row):
+    kind, *row = row.split()
     log_ratio, value, slope = map(float, row)
     other = torch.zeros(3, 3, dtype=torch.float64)
 
@@ -300,19 +290,6 @@ def test_one_token(name):
 
     near(compute(other + log_ratio), value, 1e-6 * abs(value))
     near(gradient(compute, other + log_ratio).sum(), slope, 1e-6)
-
-
-@pytest.mark.parametrize("gap", [50, 89, 1000, 1e30, 3e38])
-def test_no_log_ratio_is_too_large(gap):
-    """exp overflows; and where the min drops that branch its gradient would be inf * 0, a NaN."""
-    zeros = torch.zeros(2, 1)
-
-    def total(x):
-        surrogate = clipped_surrogate(x, zeros, torch.tensor([1e16, -1e16]))
-        return surrogate.sum() + sum(kl_estimate(x, zeros, name).sum() for name in SLOW_KL)
-
-    for x in (zeros + gap, zeros - gap):
-        assert total(x).isfinite() and gradient(total, x).isfinite().all()
 
 
 @pytest.mark.parametrize("dirt", [1.0, math.nan, math.inf, -math.inf])
@@ -337,7 +314,7 @@ SLOW_KL = {  # of x = log(pi_theta / pi_ref)
 
 
 def slow_loss(loss_name, logprobs, old, ref, advantages, mask, *, epsilon=0.2, epsilon_high=None,
-              beta=0.04, loss_type="grpo", max_completion_length=7, estimator="low_var_kl"):
+              beta=0.04, kl="low_var_kl", loss_type="grpo", max_completion_length=7):
     """One token at a time. Returns the loss and its metrics."""
     high = epsilon if epsilon_high is None else epsilon_high
     losses = torch.zeros_like(old)
@@ -350,18 +327,16 @@ def slow_loss(loss_name, logprobs, old, ref, advantages, mask, *, epsilon=0.2, e
         ratio = log_ratio.exp()
         bound = 1 + high if A > 0 else 1 - epsilon
         clipped = A * ratio > A * bound
-        kl = SLOW_KL[estimator](logprobs[i, t] - ref[i, t])
+        penalty = SLOW_KL[kl](logprobs[i, t] - ref[i, t]) * (beta > 0)
         weight = ratio if loss_name == "corrected_kl_loss" else 1.0
-        losses[i, t] = beta * weight * kl - A * (bound if clipped else ratio)
+        losses[i, t] = beta * weight * penalty - A * (bound if clipped else ratio)
         ratios[i, t] = ratio.item()
         clips[i, t] = clipped
-        kls[i, t] = kl.item()
-    if loss_type == "grpo":  # an answer without any token counts as one
-        loss = (losses.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean()
-    elif loss_type == "dapo":
-        loss = losses.sum() / mask.sum()
-    else:
-        loss = losses.sum() / (len(mask) * max_completion_length)
+        kls[i, t] = penalty.item()
+    loss = {  # an answer without any token counts as one
+        "grpo": (losses.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean(),
+        "dapo": losses.sum() / mask.sum(),
+        "dr_grpo": losses.sum() / (len(mask) * max_completion_length)}[loss_type]
     return loss, {"loss": loss.item(), "ratio_max": ratios.max().item(),
                   "kl": kls[mask].mean().item(), "clip_fraction": clips[mask].mean().item()}
 
@@ -380,42 +355,49 @@ def batch(seed=0):
     return logprobs, old, ref, advantages, mask
 
 
-LOSSES = {  # function, estimator of the KL, settings
-    "the papers": ("grpo_loss", "low_var_kl", {}),
-    "no KL": ("grpo_loss", "low_var_kl", {"beta": 0}),
-    "clip-higher": ("grpo_loss", "low_var_kl", {"epsilon_high": 0.28}),
-    "much KL": ("grpo_loss", "kl", {"epsilon": 0.1, "epsilon_high": 0.05, "beta": 0.5}),
-    "GSPO": ("gspo_loss", "low_var_kl", {"beta": 0.3, "epsilon": 0.1}),
-    "answer ratio": ("answer_ratio_loss", "low_var_kl", {}),
-    "no lower bound": ("answer_ratio_loss", "abs", {"epsilon": 1.5, "epsilon_high": 0.5}),
-    "corrected KL": ("corrected_kl_loss", "low_var_kl", {"beta": 0.3}),
-    "corrected k2": ("corrected_kl_loss", "mse", {"epsilon": 0.1, "epsilon_high": 0.3}),
+LOSSES = {  # function, settings other than its defaults
+    "the papers": ("grpo_loss", {}), "no KL": ("grpo_loss", {"beta": 0}),
+    "clip-higher": ("grpo_loss", {"epsilon_high": 0.28, "kl": "low_var_kl"}),
+    "much KL": ("grpo_loss", {"epsilon": 0.1, "epsilon_high": 0.05, "beta": 0.5, "kl": "kl"}),
+    "GSPO without KL": ("gspo_loss", {"beta": 0}), "answer ratio": ("answer_ratio_loss", {}),
+    "answer ratio without KL": ("answer_ratio_loss", {"beta": 0}),
+    "corrected without KL": ("corrected_kl_loss", {"beta": 0}),
+    "GSPO's defaults": ("gspo_loss", {}), "GSPO": ("gspo_loss", {"beta": 0.3, "epsilon": 0.1}),
+    "no lower bound": ("answer_ratio_loss", {"epsilon": 1.5, "epsilon_high": 0.5, "kl": "abs"}),
+    "corrected": ("corrected_kl_loss", {}), "corrected KL": ("corrected_kl_loss", {"beta": 0.3}),
+    "corrected k2": ("corrected_kl_loss", {"epsilon": 0.1, "epsilon_high": 0.3, "kl": "mse"}),
 }
 LOSS_NAMES = ["grpo_loss", "gspo_loss", "answer_ratio_loss", "corrected_kl_loss"]
 LOSS_TYPES = ["grpo", "dapo", "dr_grpo"]
 every_loss = pytest.mark.parametrize("name, loss_type", list(itertools.product(LOSSES, LOSS_TYPES)))
 every_type = pytest.mark.parametrize("loss_type", LOSS_TYPES)
-every_function = pytest.mark.parametrize("loss_name", LOSS_NAMES)
 
 
-def run_loss(name, loss_type, logprobs, *others, cap=7):
+def run_loss(name, loss_type, logprobs, old, ref, *others, cap=7):
     """Loss, gradient and metrics of a row of LOSSES."""
-    loss_name, estimator, settings = LOSSES[name]
+    loss_name, settings = LOSSES[name]
+    settings = dict(settings)
+    if "kl" in settings:
+        settings["kl_fn"] = functools.partial(kl_estimate, kl_penalty_type=settings.pop("kl"))
+    if loss_type != "grpo":  # that is the default
+        settings |= {"loss_type": loss_type, "max_completion_length": cap}
+    if settings.get("beta") == 0:
+        ref = None  # it is not needed
     leaf = logprobs.clone().requires_grad_()
-    loss, metrics = getattr(grpo, loss_name)(
-        leaf, *others, loss_type=loss_type, max_completion_length=cap,
-        kl_fn=lambda policy, ref: kl_estimate(policy, ref, estimator), **settings)
+    loss, metrics = getattr(grpo, loss_name)(leaf, old, ref, *others, **settings)
     return loss.detach(), torch.autograd.grad(loss, leaf)[0], metrics
 
 
 @every_loss
 def test_the_loss_is_the_slow_one(name, loss_type):
-    loss_name, estimator, settings = LOSSES[name]
-    settings = dict(settings, loss_type=loss_type, estimator=estimator)
+    loss_name, settings = LOSSES[name]
     for seed in range(3):
-        loss, slope, metrics = run_loss(name, loss_type, *batch(seed))
-        leaf, *others = batch(seed)
-        right, right_metrics = slow_loss(loss_name, leaf.requires_grad_(), *others, **settings)
+        tensors = batch(seed)
+        loss, slope, metrics = run_loss(name, loss_type, *tensors)
+        assert all(map(torch.equal, tensors, batch(seed)))  # arguments are left alone
+        leaf, *others = tensors
+        right, right_metrics = slow_loss(loss_name, leaf.requires_grad_(), *others,
+                                         loss_type=loss_type, **settings)
         near(loss, right.detach())
         near(slope, torch.autograd.grad(right, leaf)[0])
         assert metrics == pytest.approx(right_metrics, rel=1e-6)
@@ -441,9 +423,7 @@ def test_nothing_behind_the_mask_gets_out_and_parts_add_up(name, loss_type):
     total = 0.0
     for rows in ([5, 0], [2], [1, 4, 3]):
         loss, slope, _ = run_loss(name, loss_type, *[x[rows] for x in batch()])
-        share = len(rows) / 6
-        if loss_type == "dapo":
-            share = mask[rows].sum() / mask.sum().double()
+        share = mask[rows].double().sum() / mask.sum() if loss_type == "dapo" else len(rows) / 6
         total += share * loss
         near(share * slope, right_slope[rows])
     near(total, right)
@@ -454,44 +434,20 @@ def test_a_wild_token_harms_no_other_answer(name):
     tensors = [x.float() for x in batch()]
     calm_slope = run_loss(name, "dapo", *tensors)[1]
     tensors[1][0, 1] -= 1000  # pi_old: the ratio is e^1000
-    tensors[2][0, 2] += 1000  # pi_ref
+    tensors[2][0, 2] += 3e38  # pi_ref
     loss, slope, metrics = run_loss(name, "dapo", *tensors)
     assert t64([loss, *metrics.values()]).isfinite().all() and slope.isfinite().all()
     assert torch.equal(slope[1:], calm_slope[1:])
-
-
-@every_function
-def test_the_defaults_are_the_documents(loss_name):
-    loss_fn = getattr(grpo, loss_name)
-    for seed in range(5):
-        tensors = batch(seed)
-        near(loss_fn(*tensors)[0], slow_loss(loss_name, *batch(seed))[0])
-        assert all(map(torch.equal, tensors, batch(seed)))  # arguments are left alone
-    # Without KL no reference is needed.
-    logprobs, old, ref, advantages, mask = batch()
-    loss, metrics = loss_fn(logprobs, old, None, advantages, mask, beta=0)
-    assert loss == loss_fn(logprobs, old, ref, advantages, mask, beta=0)[0]
-    assert metrics["kl"] == 0.0
 
 
 SHAPES = {  # instead of (2, 5), or (2,) for the advantages; some would broadcast, silently
     "logprobs": [(5,), (2, 5, 1)], "old_logprobs": [(2, 4), (1, 5)], "mask": [(4, 5), (5,)],
     "ref_logprobs": [(3, 5), (2, 1)], "advantages": [(5,), (2, 1), (2, 5)],
 }
-REFUSED = {  # what the message must show: a call
-    "nan": lambda: group_advantages(numbers("0.5 nan")), "[1.": lambda: group_advantages(t64([1])),
-    "[0.5": lambda: group_advantages(t64([[1], [0.5]])), "2.": lambda: group_advantages(t64(2)),
-    "size": lambda: group_advantages(t64([[], []])),
-    "inf": lambda: group_advantages(t64([[0.5, 1], [math.inf, 1]])),
-    "bnpo": lambda: grpo_loss(*batch(), loss_type="bnpo"),
-    "max_completion_length": lambda: grpo_loss(*batch(), loss_type="dr_grpo"),
-    "0.07": lambda: grpo_loss(P_02, P_02, None, t64([1]), P_02 < 0, beta=0.07),
-    "k4": lambda: kl_estimate(P_02, P_04, "k4"), "column": lambda: group_scale(BOOK, "column"),
-}
 
 
 @pytest.mark.parametrize("argument", SHAPES)
-@every_function
+@pytest.mark.parametrize("loss_name", LOSS_NAMES)
 def test_wrong_shapes_are_refused(argument, loss_name):
     for shape in SHAPES[argument]:
         tensors = {name: torch.zeros(2, 5) for name in SHAPES}
@@ -501,17 +457,10 @@ def test_wrong_shapes_are_refused(argument, loss_name):
             getattr(grpo, loss_name)(**tensors)
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_wrong_settings_are_refused(said):
-    with pytest.raises(ValueError, match=re.escape(said)):
-        REFUSED[said]()
-
-
-# --- 6. Worked losses: the apples of grpo.py's comments, and the first step of a training ---
-APPLES = [r"3+2 = \boxed{5}", r"\boxed{5}", r"\boxed{6}", r"3-2 = \boxed{1}"]
-NEW = t64([[0.3, 0.2], [0.1, 1], [0.3, 1], [0.1, 0.2]]).log()
-OLD = torch.full((4, 2), 0.2, dtype=torch.float64).log()
-MASK = torch.tensor([[1, 1], [1, 0], [1, 0], [1, 1]])
+# --- 6. The apples that grpo.py and the README print ---
+APPLES = [  # pi_theta, pi_old, pi_ref, advantages and mask
+    t64([[0.3, 0.2], [0.1, 1], [0.3, 1], [0.1, 0.2]]).log(), *[t64([[0.2, 0.2]] * 4).log()] * 2,
+    t64([1, 1, -1, -1]), torch.tensor([[1, 1], [1, 0], [1, 0], [1, 1]])]
 PRINTED = """
 rewards       tensor([1.5000, 1.5000, 0.5000, 0.5000])
 advantages    tensor([ 1.,  1., -1., -1.])
@@ -522,44 +471,11 @@ its gradient  tensor([ 0.0017, -0.1250, -0.1350,  0.3783, -0.0050,  0.1250])
 """
 
 
-def test_the_apples_that_grpo_py_prints(capsys):
+def test_the_apples_that_grpo_py_and_the_readme_print(capsys):
     runpy.run_path(grpo.__file__, run_name="__main__")
     torch.set_printoptions(profile="default")
-    assert capsys.readouterr().out == PRINTED.lstrip()
-
-
-def test_the_apples_in_the_comments():
-    """The figures, not the words around them: change one, and this asks for the other."""
-    rewards = [rule_reward(text, "5") for text in APPLES]
-    advantages = group_advantages(t64(rewards))
-    gains = masked_mean(clipped_surrogate(NEW, OLD, advantages), MASK, dim=1)
-    kl = k3_kl(NEW, OLD)
-    tensors = [NEW, OLD, OLD, advantages, MASK]
-    slope = run_loss("the papers", "grpo", *tensors)[1]
-    figures = [f"R = {rewards}", "A = [{:+.0f}, {:+.0f}, {:+.0f}, {:+.0f}]".format(*advantages),
-               "{:.1f}, {:.1f}, {:.1f}, {:.1f} sum -0.8".format(*gains),
-               f"sum {masked_mean(kl, MASK, dim=1).sum():.4f}", f"sum {(kl * MASK).sum():.4f}",
-               f"= {kl[1, 0]:.4f}", f"= {kl[0, 0]:.4f}", f"= {slope[1, 0]:.3f}",
-               f"= {slope[0, 0]:.4f}"]
-    for loss_type in LOSS_TYPES:
-        figures.append(f"= {run_loss('the papers', loss_type, *tensors, cap=4)[0]:.4f}")
-    comments = re.sub(r"\s+", " ", inspect.getsource(grpo))
-    assert [figure for figure in figures if figure not in comments] == []
-
-
-@every_type
-def test_the_first_step(loss_type):
-    """Everybody asks: the loss is 0 because advantages sum to 0, and the gradient is not."""
-    advantages = group_advantages(t64([[1.5, 0.5, 0, 1.5], [0, 0, 1.5, 0.5]])).flatten()
-    lengths = t64([6, 2, 3, 1, 4, 4, 5, 6])
-    mask = torch.arange(6) < lengths.unsqueeze(1)
-    logprobs = -mask.double()
-    # REINFORCE: the advantage times the gradient of the log-probability.
-    divisor = {"grpo": 8 * lengths, "dapo": lengths.sum(), "dr_grpo": 8 * 7}[loss_type]
-    tensors = [logprobs, logprobs, logprobs, advantages, mask]
-    loss, slope, _ = run_loss("the papers", loss_type, *tensors)
-    near(slope, -(advantages / divisor).unsqueeze(1) * mask)
-    assert (loss.abs() < 1e-9) == (loss_type == "grpo")
+    exec(readme_block("rule_reward(answer"), {})
+    assert capsys.readouterr().out == PRINTED.lstrip() + "0.2057\n"
 
 
 # --- 7. In expectation: exact sums over a vocabulary of five, without sampling ---
@@ -572,26 +488,19 @@ def exact_kl(p, q):
     return (p * (p / q).log()).sum()
 
 
-def test_k3_is_unbiased_and_never_negative():
-    k3 = k3_kl(POLICY.log(), REFERENCE.log())
-    near((POLICY * k3).sum(), exact_kl(POLICY, REFERENCE))
-    assert (k3 > 0).all()
-
-
 DIRECTIONS = {
     "nothing": lambda x: 0 * x.sum(),
     "KL(policy || ref)": lambda x: exact_kl(x.softmax(0), REFERENCE),
     "KL(ref || policy)": lambda x: exact_kl(REFERENCE, x.softmax(0)),
 }
-PULLS = {  # loss and estimator: what its gradient pulls along
+
+
+@pytest.mark.parametrize("name, direction", {  # loss and estimator: what its gradient pulls along
     "grpo_loss kl": "nothing", "corrected_kl_loss kl": "KL(policy || ref)",
     "grpo_loss mse": "KL(policy || ref)", "grpo_loss low_var_kl": "KL(ref || policy)",
     "corrected_kl_loss low_var_kl": "KL(policy || ref)",
-}
-
-
-@pytest.mark.parametrize("name", PULLS)
-def test_what_a_kl_penalty_pulls_along(name):
+}.items())
+def test_what_a_kl_penalty_pulls_along(name, direction):
     """On-policy, advantages 0, and one answer of one token for each word of the vocabulary."""
     loss_name, estimator = name.split()
     logits = POLICY.log()
@@ -604,7 +513,7 @@ def test_what_a_kl_penalty_pulls_along(name):
 
     of_each_token = 5 * gradient(loss, logits.unsqueeze(1)).squeeze(1)
     expected = gradient(lambda x: (POLICY * of_each_token * x.log_softmax(0)).sum(), logits)
-    near(expected, gradient(DIRECTIONS[PULLS[name]], logits))
+    near(expected, gradient(DIRECTIONS[direction], logits))
 
 
 # --- 8. Parity with TRL 1.16: some of its figures, and where it is installed its own code ---
@@ -618,7 +527,7 @@ TRL_1_16 = {  # row of LOSSES, loss_type: the loss, and sum and length of its gr
 
 def trl_loss(trl, name, loss_type, logprobs, old, ref, advantages, mask):
     """TRL's GRPOTrainer._compute_loss, on a trainer that has just what that method looks at."""
-    loss_name, _, settings = LOSSES[name]
+    loss_name, settings = LOSSES[name]
     epsilon = settings.get("epsilon", 0.2)
     trainer = SimpleNamespace(
         beta=settings.get("beta", 0.04), loss_type=loss_type, epsilon_low=epsilon,
@@ -655,43 +564,7 @@ def test_loss_and_gradient_are_trls(name, loss_type):
         near(slope, gradient(lambda x: trl_loss(trl, name, loss_type, x, *others), logprobs))
 
 
-# --- 9. Pasted under two imports, each function of the mathematics works in another project ---
-PASTED = {  # arguments for a call
-    "extract_boxed": [EGGS], "read_number": [r"\$1{,}000"], "rule_reward": [EGGS, "63.0"],
-    "group_advantages": [BOOK], "clipped_surrogate": [NEW, OLD, NEW[:, 0]], "k3_kl": [NEW, OLD],
-    "masked_mean": [NEW, MASK], "average": [NEW, MASK], "group_scale": [BOOK, "batch"],
-    "overlong_penalty": [BOOK, 3, 2], "kl_estimate": [NEW, OLD, "low_var_kl"],
-    "token_logprobs": [torch.arange(8).view(2, 4), torch.ones(2, 4).long(), 2],
-}
-PASTED |= dict.fromkeys(LOSS_NAMES, batch())
-NOT_ALONE = ["rule_reward", "average", "group_scale", "kl_estimate", "token_logprobs", *LOSS_NAMES]
-
-
-@pytest.mark.parametrize("name", PASTED)
-def test_pasted_into_another_project(name):
-    arguments = PASTED[name]
-    if name == "token_logprobs":
-        arguments = [tiny_model(), *arguments]
-    project = {}
-    exec("import re\nimport torch", project)
-    pasted = [name]
-    result = None
-    while result is None:
-        try:
-            for function in reversed(pasted):
-                exec(inspect.getsource(getattr(grpo, function)), project)
-            result = project[name](*arguments)
-        except NameError as error:  # one more function is needed; a module would be too much
-            assert inspect.isfunction(vars(grpo).get(error.name)), error.name
-            pasted.append(error.name)
-    assert str(result) == str(getattr(grpo, name)(*arguments))
-    assert (pasted == [name]) != (name in NOT_ALONE)
-
-
-# ------------------------------------------------------------------------------------------------
-# One tiny world: a tokenizer, a model of any family, a handful of questions, a way to train
-# ------------------------------------------------------------------------------------------------
-
+# --- One tiny world: a tokenizer, a model of any family, a handful of questions, a way to train ---
 # The older name of a method: transformers 5.0 has no other.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 NAN = math.nan
@@ -703,9 +576,8 @@ TIMES = {"sample_seconds", "score_seconds", "update_seconds", "tokens_per_second
 
 def tiny_tokenizer(pad="<pad>"):
     """Letters and digits, with blanks between them."""
-    special = ["<pad>", "<end>", "<eos>", "<unk>", "user", "assistant"]
-    words = special + list("abcdefghijklmnopqrstuvwxyz0123456789")
-    ids = {word: i for i, word in enumerate(words)}
+    special = "<pad> <end> <eos> <unk> user assistant".split()
+    ids = {word: i for i, word in enumerate([*special, *string.ascii_lowercase, *string.digits])}
     core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -725,17 +597,12 @@ PLAIN = {  # settings of a family that has none of its own
     "max_position_embeddings": 64, "tie_word_embeddings": False, "initializer_range": 0.4,
     "eos_token_id": EOS, "bos_token_id": None, "pad_token_id": PAD,
 }
-GPT2 = {  # learned positions, and names of its own
-    "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
-    "initializer_range": 0.4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-    "eos_token_id": EOS, "bos_token_id": None, "pad_token_id": None,
-}
 
 
 def tiny_model(family="qwen2", seed=0, **settings):
     """Random, and of strong opinions: with the usual small weights every distribution is flat."""
-    plain = {"gpt2": GPT2, "gemma3": {}}.get(family, PLAIN)
-    config = AutoConfig.for_model(family, **(plain | settings))
+    plain = {} if family == "gemma3" else PLAIN  # it has them in a config within its config
+    config = AutoConfig.for_model(family, **plain | settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -743,52 +610,56 @@ def tiny_model(family="qwen2", seed=0, **settings):
     return model.eval()
 
 
-QUESTIONS = [
-    {"prompt": "a", "answer": "a"},
-    {"prompt": "b c", "answer": "b"},
-    {"prompt": "c d e", "answer": "c"},
-    {"prompt": "d", "answer": "a"},
-    {"prompt": "e f", "answer": "b"},
-    {"prompt": "f g a", "answer": "c"},
-    {"prompt": "g", "answer": "a"},
-]
+ASKED = {"a": "a", "b c": "b", "c d e": "c", "d": "a", "e f": "b", "f g a": "c", "g": "a"}
+QUESTIONS = [{"prompt": prompt, "answer": answer} for prompt, answer in ASKED.items()]
 
 
 def noisy_reward(prompts, completions, **columns):
     """Draws from each generator that a reward may draw from, so a resumed run must restore all."""
-    rewards = []
-    for text in completions:
-        noise = random.gauss(0, 1) + np.random.randn() + torch.rand(()).item()
-        rewards.append(text.count("a") + noise)
-    return rewards
+    return [text.count("a") + random.gauss(0, 1) + np.random.randn() + torch.rand(()).item()
+            for text in completions]
 
 
-def tiny_config(**settings):
-    plain = dict(steps=6, num_generations=4, prompts_per_step=2, max_completion_length=5,
-                 learning_rate=0.01, warmup_steps=2, seed=3, beta=0.1)
-    return GRPOConfig(**(plain | settings))
+TINY = dict(steps=6, num_generations=4, prompts_per_step=2, max_completion_length=5,
+            learning_rate=0.01, warmup_steps=2, seed=3, beta=0.1)
 
 
-def go(folder=None, reward=noisy_reward, model=None, data=QUESTIONS, resume=False, stop=None,
-       loss_fn=grpo_loss, between=None, **settings):
-    """Train a tiny model, and with `stop` only that many steps. Returns the metrics, untimed.
+def steps_of(model=None, reward=noisy_reward, data=QUESTIONS, folder=None, resume=False,
+             loss_fn=grpo_loss, **settings):
+    """The steps of a tiny training: the metrics and the learner after each."""
+    config = GRPOConfig(**TINY | settings)
+    return training_steps(model or tiny_model(), TOKENIZER, data, reward, config, folder, resume,
+                          loss_fn)
 
-    `between` is what the caller does after each step; it gets the step's metrics.
-    """
-    model = model or tiny_model()
-    steps = training_steps(model, TOKENIZER, data, reward, tiny_config(**settings), folder,
-                           resume, loss_fn)
-    history = []
-    with contextlib.closing(steps):
-        for metrics, _ in itertools.islice(steps, stop):
-            history.append(untimed(metrics))
-            if between is not None:
-                between(metrics)
-    return history
+
+EVERY = range(1, 9999)
+
+
+def preceded(function, by, in_calls=EVERY):
+    """`function`, but in these calls something comes first, and may give a result of its own."""
+    calls = []
+
+    @functools.wraps(function)
+    def changed(*args, **kwargs):
+        calls.append(1)
+        result = by(*args, **kwargs) if len(calls) in in_calls else None
+        return function(*args, **kwargs) if result is None else result
+
+    return changed
 
 
 def untimed(metrics):
     return {name: value for name, value in metrics.items() if name not in TIMES}
+
+
+def go(folder=None, stop=None, between=untimed, **run):
+    """Train, with `stop` only that many steps, and call `between` after each; untimed metrics."""
+    history = []
+    with contextlib.closing(steps_of(folder=folder, **run)) as steps:
+        for metrics, _ in itertools.islice(steps, stop):
+            history.append(untimed(metrics))
+            between(metrics)
+    return history
 
 
 def weights_of(model):
@@ -796,14 +667,12 @@ def weights_of(model):
 
 
 # --- The sampler: token by token, and against the exact distribution ---
-
 PROMPTS = ["a b c d e f g", "h", "i j k"]
 
 
-def sampled(model, seed=0, prompts=PROMPTS, G=5, tokenizer=TOKENIZER, **settings):
-    torch.manual_seed(seed)
-    settings = {"max_completion_length": 8} | settings
-    return sample_groups(model, tokenizer, prompts, G, **settings)
+def sampled(model, prompts=PROMPTS, G=5, tokenizer=TOKENIZER, **settings):
+    torch.manual_seed(0)
+    return sample_groups(model, tokenizer, prompts, G, **{"max_completion_length": 8} | settings)
 
 
 def same_rollout(one, other, tolerance=2e-5):
@@ -824,8 +693,7 @@ def slow_logprobs(model, input_ids, attention_mask, T, temperature=1.0):
         whole = (logits.double() / temperature).log_softmax(dim=-1)
         chosen = whole.gather(1, ids[P : P + n].unsqueeze(1)).squeeze(1)
         logprobs.append(pad(chosen, (0, T - n)))
-        entropy = -(whole.exp() * whole).sum(dim=-1)
-        entropies.append(pad(entropy, (0, T - n)))
+        entropies.append(pad(-(whole.exp() * whole).sum(dim=-1), (0, T - n)))
     return torch.stack(logprobs), torch.stack(entropies)
 
 
@@ -849,15 +717,10 @@ def check_rollout(rollout, prompts, G, cap, tokenizer=TOKENIZER):
         assert rollout.attention_mask[row].tolist() == [0] * left + [1] * len(prompt) + real
         assert rollout.truncated[row] == (answer[n - 1] not in (END, EOS))
         assert n == cap or not rollout.truncated[row]
-        assert (rollout.logprobs[row, :n] < 0).all()
-        assert (rollout.logprobs[row, n:] == 0).all()
+        assert (rollout.logprobs[row, :n] < 0).all() and (rollout.logprobs[row, n:] == 0).all()
         assert rollout.texts[row] == tokenizer.decode(answer[:n], skip_special_tokens=True)
         lengths.append(n)
     return lengths
-
-
-# What a checkpoint brings along, and `generate` obeys. Qwen2.5 says 20, 0.8 and 1.1.
-HIDDEN = {"top_k": 1, "top_p": 0.1, "repetition_penalty": 2.0}
 
 
 # Padding of its own, an end token, the other one, a word, none; and learned positions.
@@ -867,26 +730,23 @@ HIDDEN = {"top_k": 1, "top_p": 0.1, "repetition_penalty": 2.0}
 def test_sampler_scorer_and_the_slow_way_agree(family, padding, temperature):
     """Wrong masks, positions and temperatures show here, and settings that nobody asked for."""
     model = tiny_model(family, initializer_range=0.25)
-    for name, value in HIDDEN.items():
-        setattr(model.generation_config, name, value)
+    # What a checkpoint brings along, and `generate` obeys. Qwen2.5 says 20, 0.8 and 1.1.
+    vars(model.generation_config).update(top_k=1, top_p=0.1, repetition_penalty=2.0)
     tokenizer = tiny_tokenizer(padding)
     rollout = sampled(model, G=60, tokenizer=tokenizer, temperature=temperature)
     lengths = check_rollout(rollout, PROMPTS, 60, 8, tokenizer)
     ids = rollout.input_ids
-    answers = ids[:, -8:][rollout.completion_mask]
-    full = rollout.completion_mask[:, -1]
     assert min(lengths) < 4 and rollout.truncated.any()  # else little has been shown
-    assert (full & ~rollout.truncated).any()  # an end token at the cap is an end
-    assert {END, EOS} <= set(answers.tolist())
+    assert {END, EOS} <= set(ids[:, -8:][rollout.completion_mask].tolist())
+    # An end token at the cap is an end.
+    assert (rollout.completion_mask[:, -1] & ~rollout.truncated).any()
     slow = slow_logprobs(model, ids, rollout.attention_mask, 8, temperature)[0]
     near(rollout.logprobs, slow, 2e-5)
     near(token_logprobs(model, ids, rollout.attention_mask, 8, temperature), slow, 2e-5)
 
 
 @pytest.mark.parametrize("generation, config, token, found", [
-    ([7, END], 9, "<eos>", [END, EOS, 7, 9]),
-    (None, None, "<eos>", [EOS]),
-    (None, 0, None, [0])])
+    ([7, END], 9, "<eos>", [END, EOS, 7, 9]), (None, None, "<eos>", [EOS]), (None, 0, None, [0])])
 def test_end_tokens_are_collected_from_three_places(generation, config, token, found):
     model = tiny_model()
     model.generation_config.eos_token_id = generation
@@ -926,57 +786,32 @@ def test_uniform_numbers_on_a_grid_draw_the_softmax(dtype, temperature):
 
 
 def test_rare_tokens_of_a_large_vocabulary_are_told_apart():
-    """In a sum in float32, let alone bfloat16, they would vanish beside the likely one."""
-    logits = torch.zeros(150_000, dtype=torch.bfloat16)
-    logits[0] = 23.0
-    others = 1 - logits.double().softmax(dim=0)[0].item()  # a hundred-thousandth
-    uniforms = torch.linspace(1 - 0.99 * others, 1 - 1e-9, 60, dtype=torch.float64)
+    """Summed in float32, let alone bfloat16, they would vanish beside the likely one."""
+    logits = pad(torch.tensor([23.0]), (0, 149_999)).bfloat16()  # 1.5e-5 for all others together
+    uniforms = 1 - torch.linspace(1e-9, 1.5e-5, 60, dtype=torch.float64)
     tokens, _ = choose_tokens(logits.expand(60, -1), 1.0, uniforms)
     assert len(tokens.unique()) > 58 and tokens.max() > 149_900
-
-
-def test_sampled_tokens_have_the_distribution_of_the_model():
-    """First tokens, and those that follow a frequent one, counted. The seed is fixed."""
-    model = tiny_model(initializer_range=0.25)
-    rollout = sampled(model, prompts=["a"], G=6000, max_completion_length=2, temperature=0.7)
-    prompt, first, second = rollout.input_ids.T
-    common = first[rollout.completion_mask[:, 1]].mode().values
-    logits = model(torch.stack([prompt[:1], common.view(1)], dim=1)).logits[0]
-    probabilities = (logits / 0.7).softmax(dim=-1).detach()
-    for tokens, exact in zip((first, second[first == common]), probabilities):
-        expected = exact * len(tokens)
-        counts = torch.bincount(tokens, minlength=VOCABULARY)
-        assert ((counts - expected).abs() < 4 * expected.sqrt() + 2).all()
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_temperature_zero_takes_the_likeliest(family):
     model = tiny_model(family)
     rollout = sampled(model, temperature=0)
-    for row, real in enumerate(rollout.attention_mask.bool()):
-        ids = rollout.input_ids[row, real]
-        n = int(rollout.completion_mask[row].sum())
-        logits = model(ids.unsqueeze(0)).logits[0, -n - 1 : -1]
-        best = logits.log_softmax(dim=-1).max(dim=-1)
-        assert torch.equal(best.indices, ids[-n:])
-        near(best.values.detach(), rollout.logprobs[row, :n], 2e-5)
+    cold = sampled(model, temperature=1e-6)  # so cold that the likeliest is certain
+    assert torch.equal(rollout.input_ids, cold.input_ids)
+    near(rollout.logprobs, slow_logprobs(model, cold.input_ids, cold.attention_mask, 8)[0], 2e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_rows_that_have_ended_leave_and_nothing_changes(family):
     model = tiny_model(family)
     plain = sampled(model, drop_every=1000)
-    same_rollout(sampled(model, drop_every=3), plain)
     rows = []
     model.get_output_embeddings().register_forward_hook(lambda _, __, out: rows.append(len(out)))
     same_rollout(sampled(model, drop_every=1), plain)
     lengths = plain.completion_mask.sum(dim=1)
     live = [int((lengths > t).sum()) for t in range(1, lengths.max())]
     assert rows == [3] + live and live[-1] < 15  # each prompt is read once, not once an answer
-    rows.clear()
-    model.generation_config.eos_token_id = list(range(VOCABULARY))
-    assert sampled(model, drop_every=1).completion_mask.shape == (15, 1)
-    assert rows == [3]  # when all have ended, that is all
 
 
 def test_chats_go_through_the_template():
@@ -989,27 +824,7 @@ def test_chats_go_through_the_template():
     same_rollout(rollout, sampled(tiny_model(), prompts=written), tolerance=0)
 
 
-TOO_LONG = "a " * 57  # 57 tokens and a cap of 8 do not fit into 64
-NOT_SAMPLED = {  # what the message must show: settings
-    "num_generations 0": {"G": 0}, "completion_length 0": {"max_completion_length": 0},
-    "temperature -0.1": {"temperature": -0.1}, "temperature nan": {"temperature": NAN},
-    "list of one or more prompts, got .]": {"prompts": []}, "got 'a b'": {"prompts": "a b"},
-    "prompt 1 has no tokens": {"prompts": ["a", ""]},
-    "57 tokens .* 8 .* context of 64": {"prompts": ["a", TOO_LONG]},
-}
-
-
-@pytest.mark.parametrize("family", ["qwen2", "gemma3"])  # gemma3 has its context in a nested config
-@pytest.mark.parametrize("said", NOT_SAMPLED)
-def test_what_cannot_be_sampled_is_refused(said, family):
-    model = family_model(family)
-    with pytest.raises(ValueError, match=said):
-        sampled(model, **NOT_SAMPLED[said])
-    sampled(model, prompts=[TOO_LONG[2:]], G=1)  # and this just fits
-
-
 # --- The scorer: values and gradients of every family, against the slow way ---
-
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 WINDOW = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA = {"query_pre_attn_scalar": 8, **WINDOW}
@@ -1019,17 +834,14 @@ VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
           "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 FAMILIES = {  # what each has beside the settings that all have
     "qwen2": {}, "qwen3": {}, "llama": {}, "phi3": {},
-    "gpt2": {},  # learned positions
+    "gpt2": {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},  # learned positions
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 3},
     "bloom": {}, "mpt": {},  # no positions, but a bias for distance
     "mistral": {"sliding_window": 3},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW},
-    "qwen3_moe": EXPERTS,
-    "gemma2": {"final_logit_softcapping": 2.0, **GEMMA},  # capped logits
-    "gemma3_text": GEMMA,
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW}, "qwen3_moe": EXPERTS,
+    "gemma2": {"final_logit_softcapping": 2.0, **GEMMA}, "gemma3_text": GEMMA,  # capped logits
     "gemma3": {"text_config": PLAIN | GEMMA, "vision_config": VISION, "mm_tokens_per_image": 4},
-    "granite": {"logits_scaling": 8.0},  # scaled logits
-    "cohere": {"logit_scale": 0.06},
+    "granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.06},  # scaled logits
     "lfm2": {"layer_types": ["conv", "full_attention"]},  # from here on, layers with a state
     "qwen3_5_text": LINEAR,
     "qwen3_next": {"shared_expert_intermediate_size": 16, **EXPERTS, **LINEAR},
@@ -1094,29 +906,18 @@ def test_families_are_sampled_and_trained(name):
     assert (weights_of(model) - before).abs().max() > 1e-3
 
 
-def test_float64_stays_and_impossible_tokens_leave_all_numbers_finite():
-    model = tiny_model("gpt2", vocab_size=50).double()
-    never = torch.tensor([48, 49])
+@pytest.mark.parametrize("dtype, wide", [(torch.bfloat16, torch.float32), (torch.float64,) * 2])
+def test_the_softmax_is_wide_and_impossible_tokens_leave_all_numbers_finite(dtype, wide):
+    """In bfloat16 the softmax of the same logits would be off by some hundredths."""
+    model = tiny_model().to(dtype)
+    never = torch.tensor([46, 47])
     model.lm_head.register_forward_hook(lambda _, __, out: out.index_fill(-1, never, -INF))
-    ids, mask = ragged()
-    scores = torch.stack(token_logprobs(model, ids, mask, 9, 0.7, return_entropy=True))
-    assert scores.dtype == torch.float64
-    near(scores[0], slow_logprobs(model, ids, mask, 9, 0.7)[0])
-    assert scores.isfinite().all()
-    assert gradient_of(scores.sum(), model).isfinite().all()
-
-
-def test_bfloat16_logits_are_widened_before_the_softmax():
-    """The softmax of the same logits in bfloat16 is off by some hundredths."""
-    model = tiny_model().bfloat16()
     ids = torch.randint(6, 42, (100, 6), generator=torch.Generator().manual_seed(0))
-    scores, entropies = token_logprobs(model, ids, torch.ones_like(ids), 1, return_entropy=True)
-    assert scores.dtype == entropies.dtype == torch.float32
-    logits = model(ids[:, :-1]).logits[:, -1]
-    wide = logits.float().log_softmax(dim=-1).gather(1, ids[:, -1:])
-    narrow = logits.log_softmax(dim=-1).gather(1, ids[:, -1:])
-    assert (scores - wide).abs().mean() < 1e-4
-    assert (narrow - wide).abs().mean() > 1e-3
+    scores = torch.stack(token_logprobs(model, ids, ids > 0, 1, return_entropy=True))
+    assert scores.dtype == wide and scores.isfinite().all()
+    exact = model(ids[:, :-1]).logits[:, -1].to(wide).log_softmax(dim=-1)
+    assert (scores[0] - exact.gather(1, ids[:, -1:])).abs().mean() < 1e-4
+    assert gradient_of(scores.sum(), model).isfinite().all()
 
 
 def test_scoring_holds_few_logits_and_reads_each_prompt_once():
@@ -1126,67 +927,65 @@ def test_scoring_holds_few_logits_and_reads_each_prompt_once():
     token_logprobs(model, ids, mask, 16)  # tries once whether the head gives the logits
     read = []
     headed = []
-    saved = []
-
-    def keep(tensor):
-        saved.append(tensor.shape[-1])
-        return tensor
-
     embedding = model.get_input_embeddings()
     embedding.register_forward_hook(lambda _, __, out: read.append(out[..., 0].numel()))
     model.lm_head.register_forward_hook(lambda _, __, out: headed.append(len(out)))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        scores = token_logprobs(model, ids, mask, 16, return_entropy=True, tokens_per_chunk=10)
+    scores = token_logprobs(model, ids, mask, 16, return_entropy=True, tokens_per_chunk=10)
     assert sum(read) <= 5 * 7 + 20 * 9  # five prompts and twenty answers
-    assert 50 not in saved  # no logits wait for the backward pass
     answers = mask[:, 14:].sum()
     assert max(headed) == 10 and sum(headed) == answers  # padding has no logits at all
     torch.stack(scores).sum().backward()
     assert max(headed) == 10 and sum(headed) == 2 * answers  # they are made once more
 
 
-def test_what_cannot_be_scored_is_refused():
-    ids = torch.tensor([[6, 7, 8, 9]])
-    for temperature, T in ((0, 2), (NAN, 2), (1.0, 0), (1.0, 4)):
-        with pytest.raises(ValueError, match="must be above 0"):
-            token_logprobs(tiny_model(), ids, torch.ones_like(ids), T, temperature)
+# --- Pasted under two imports, this much of grpo.py works in another project ---
+LOSS = "loss_metrics masked_mean average clipped_surrogate check_and_blank k3_kl"
+SCORER = "trunk_and_head position_ids can_share_prompts states_of_rows states_with_shared_prompts"
+
+
+@pytest.mark.parametrize("names, arguments", {  # the last is called
+    "extract_boxed": [EGGS], "read_number": [r"\$1{,}000"],
+    "extract_boxed read_number rule_reward": [EGGS, "63.0"], "group_advantages": [BOOK],
+    "clipped_surrogate": [BOOK, BOOK, BOOK[:, 0]], "k3_kl": [BOOK, BOOK],
+    "masked_mean": [BOOK, BOOK_MASK], "masked_mean average": [BOOK, BOOK_MASK],
+    "group_advantages group_scale": [BOOK, "batch"], "overlong_penalty": [BOOK, 3, 2],
+    "k3_kl kl_estimate": [BOOK, BOOK, "low_var_kl"], f"{LOSS} grpo_loss": batch(),
+    f"{LOSS} gspo_loss": batch(), f"{LOSS} answer_ratio_loss": batch(),
+    f"{LOSS} corrected_kl_loss": batch(), f"{SCORER} token_logprobs": [tiny_model(), *ragged(), 9],
+}.items())
+def test_pasted_into_another_project(names, arguments):
+    project = {"re": re, "torch": torch}
+    for name in names.split():
+        exec(inspect.getsource(getattr(grpo, name)), project)
+    assert str(project[name](*arguments)) == str(getattr(grpo, name)(*arguments))
 
 
 # --- The step, against one slow step ---
-
 FLAT = ("a", "d", "g")  # whatever is answered to these questions earns the same
-UPDATE = {
-    "steps": 2, "num_generations": 4, "prompts_per_step": 3, "max_completion_length": 6,
-    "learning_rate": 3e-3, "warmup_steps": 0, "lr_scheduler_type": "constant_with_warmup",
-    "temperature": 0.8, "beta": 0.1, "seed": 1, "tokens_per_micro_batch": 25,
-}
 
 
 def uneven_reward(prompts, completion_ids, **columns):
     """Made of an answer's ids, so that it is seen if rewards and answers get mixed up."""
-    rewards = []
-    for prompt, ids in zip(prompts, completion_ids):
-        rewards.append(0.3 if prompt in FLAT else (7 * sum(ids) % 11) / 10)
-    return rewards
+    return [0.3 if prompt in FLAT else (7 * sum(ids) % 11) / 10
+            for prompt, ids in zip(prompts, completion_ids)]
 
 
-def steps_of(model, reward=uneven_reward, loss_fn=grpo_loss, data=QUESTIONS, **settings):
-    config = GRPOConfig(**(UPDATE | settings))
-    return training_steps(model, TOKENIZER, data, reward, config, loss_fn=loss_fn)
+UPDATE = {
+    "steps": 2, "prompts_per_step": 3, "max_completion_length": 6, "learning_rate": 3e-3,
+    "warmup_steps": 0, "lr_scheduler_type": "constant_with_warmup", "temperature": 0.8, "seed": 1,
+    "tokens_per_micro_batch": 25,
+}
 
 
 def slow_step(model, reference, optimizer, rollout, rewards, config, loss_fn):
     """Whole mini-batches, one answer at a time. Returns what the log must say of the step."""
     G = config.num_generations
-    ids = rollout.input_ids
-    real = rollout.attention_mask
-    mask = rollout.completion_mask
+    ids, real, mask = rollout.input_ids, rollout.attention_mask, rollout.completion_mask
     T = mask.shape[1]
     drawn = rollout.logprobs[mask]
-    flat = [group for group in rewards.tolist() if len(set(group)) == 1]
     log = {
         "reward_mean": rewards.mean(), "reward_std": rewards.var(correction=0).sqrt(),
-        "zero_variance_fraction": len(flat) / len(rewards),
+        "zero_variance_fraction": (rewards == rewards[:, :1]).all(dim=1).float().mean(),
         "entropy": -drawn.mean(), "completion_length": len(drawn) / len(ids),
         "truncated_fraction": sum(rollout.truncated.tolist()) / len(ids), "skipped_updates": 0,
         "loss": 0, "grad_norm": 0, "ratio_max": 0, "kl": 0, "clip_fraction": 0, "sampler_gap": 0,
@@ -1246,26 +1045,23 @@ SETTINGS = {
     "over-std-of-all": {"scale_rewards": "batch"}, "leave-one-out": {"scale_rewards": "rloo"},
     "short-gradients": {"max_grad_norm": 0.05}, "whole-gradients": {"max_grad_norm": 1e9},
 }
-UPDATES = """
-grpo, grpo twice, grpo twice rows-alone, dapo rows-alone checkpointing,
-dr_grpo twice rows-alone, dapo twice all-at-once, grpo without-kl, dr_grpo without-kl,
-dapo twice without-kl, grpo without-kl one-group, grpo without-kl no-cut-answers,
-dapo in-three without-kl no-cut-answers, grpo without-kl entropy, dapo entropy,
-dr_grpo twice entropy, grpo twice tight-clip, grpo twice short-gradients,
-grpo in-three without-kl whole-gradients, grpo twice k2 checkpointing, grpo unscaled,
-grpo twice over-std-of-all, dr_grpo without-kl leave-one-out, grpo twice gspo,
-grpo twice answer-ratio, dapo twice corrected-kl
-""".strip().replace("\n", " ").split(", ")
 
 
-@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("name", """
+grpo, grpo twice, grpo twice rows-alone, dapo rows-alone checkpointing, dr_grpo twice rows-alone,
+dapo twice all-at-once, grpo without-kl, dr_grpo without-kl, dapo twice without-kl,
+grpo without-kl one-group, grpo without-kl no-cut-answers, dapo in-three without-kl no-cut-answers,
+grpo without-kl entropy, dapo entropy, dr_grpo twice entropy, grpo twice tight-clip,
+grpo twice short-gradients, grpo in-three without-kl whole-gradients, grpo twice k2 checkpointing,
+grpo unscaled, grpo twice over-std-of-all, dr_grpo without-kl leave-one-out, grpo twice gspo,
+grpo twice answer-ratio, dapo twice corrected-kl""".strip().replace("\n", " ").split(", "))
 def test_steps_are_those_of_the_slow_way(name):
     """In float64, where two right ways agree to the last digits: weights and metrics."""
-    settings = {"loss_fn": grpo_loss}
+    run = dict(UPDATE)
     for word in name.split():
-        settings |= SETTINGS[word]
-    loss_fn = settings.pop("loss_fn")
-    config = GRPOConfig(**(UPDATE | settings))
+        run |= SETTINGS[word]
+    loss_fn = run.pop("loss_fn", grpo_loss)
+    config = GRPOConfig(**TINY | run)
     model = tiny_model("gpt2", initializer_range=0.2).double()
     start = weights_of(model)
     slow_model = copy.deepcopy(model)
@@ -1280,7 +1076,7 @@ def test_steps_are_those_of_the_slow_way(name):
             parameter.data *= 1.01
         return uneven_reward(**columns)
 
-    for metrics, learner in steps_of(model, reward, loss_fn, **settings):
+    for metrics, learner in steps_of(model, reward, loss_fn=loss_fn, **run):
         rollout = learner.rollout
         torch.set_rng_state(states[-1])
         wanted = slow_step(slow_model, reference, optimizer, rollout, learner.rewards, config,
@@ -1301,15 +1097,11 @@ def test_steps_are_those_of_the_slow_way(name):
 def test_micro_batches_keep_to_their_budget(budget):
     """Answers of like length together, the longest first, each of them once."""
     batches = []
-
-    def watching_loss(logprobs, old, ref, advantages, mask, **settings):
-        batches.append(mask.sum(dim=1).tolist())
-        return grpo_loss(logprobs, old, ref, advantages, mask, **settings)
-
+    loss_fn = preceded(grpo_loss, lambda *of, **_: batches.append(of[4].sum(dim=1).tolist()))
     data = [{"prompt": "a b c"}, {"prompt": "b c d"}, {"prompt": "c d e"}]
     _, learner = next(steps_of(
-        tiny_model(initializer_range=0.15), loss_fn=watching_loss, data=data, num_generations=8,
-        tokens_per_micro_batch=budget, max_completion_length=12))
+        tiny_model(initializer_range=0.15), uneven_reward, data, loss_fn=loss_fn, **UPDATE | {
+            "num_generations": 8, "tokens_per_micro_batch": budget, "max_completion_length": 12}))
     lengths = learner.rollout.completion_mask.sum(dim=1).tolist()
     assert sum(batches, []) == sorted(lengths, reverse=True)
     assert min(lengths) < 4 and max(lengths) == 12
@@ -1320,45 +1112,31 @@ def test_micro_batches_keep_to_their_budget(budget):
         assert (len(batch) + 1) * (3 + batch[0]) > budget or following[0] < batch[0] / 2
 
 
-HOW = {"plainly": {}, "two passes": {"num_iterations": 2}, "the user's own checkpointing": {},
-       "checkpointing": {"gradient_checkpointing": True}}
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("family, dropout", [
-    ("qwen2", {"attention_dropout": 0.5}),
-    ("gpt2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5})])
-def test_train_mode_disturbs_neither_sampling_nor_training(family, dropout, how):
+@cases("settings, by_hand", {
+    "plainly": ({}, False), "two passes": ({"num_iterations": 2}, False),
+    "checkpointing": ({"gradient_checkpointing": True}, False), "the user's own": ({}, True)})
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_train_mode_disturbs_neither_sampling_nor_training(family, settings, by_hand):
     """Also where gradient checkpointing, which needs train mode, was switched on by the user."""
     plain = tiny_model(family)
+    dropout = dict.fromkeys(["attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.5)
     other = tiny_model(family, **dropout).train()
-    if how == "the user's own checkpointing":
+    if by_hand:
         other.gradient_checkpointing_enable()
     same_rollout(sampled(other), sampled(plain))
-    assert all(module.training for module in other.modules())
-    assert not plain.training
-    handle = other.get_output_embeddings().register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        sampled(other)
-    assert all(module.training for module in other.modules())
-    handle.remove()
+    assert all(module.training for module in other.modules()) and not plain.training
     for model in (plain, other):
-        go(model=model, steps=2, reward=uneven_reward, learning_rate=1e-3, **HOW[how])
+        go(model=model, steps=2, reward=uneven_reward, learning_rate=1e-3, **settings)
     assert (weights_of(plain) - weights_of(other)).norm() < 1e-3 * weights_of(plain).norm()
 
 
-def test_gradient_checkpointing_computes_in_the_backward_pass_once_more():
-    model = tiny_model()
+def test_gradient_checkpointing_computes_layers_in_the_backward_pass_once_more():
     events = []
-
-    def watching_loss(*args, **settings):
-        events.append("loss")
-        return grpo_loss(*args, **settings)
-
-    # Before the layer and not after it: computed once more, it stops as soon as all is there.
+    loss_fn = preceded(grpo_loss, lambda *_, **__: events.append("loss"))
+    model = tiny_model()
     model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: events.append("layer"))
-    next(steps_of(model, loss_fn=watching_loss, gradient_checkpointing=True))
-    assert events[-1] == "layer"  # otherwise a step's last event is a loss
+    go(model=model, steps=1, loss_fn=loss_fn, gradient_checkpointing=True)
+    assert events[-1] == "layer"
 
 
 # The last three of six steps, as parts of learning_rate.
@@ -1367,8 +1145,8 @@ def test_gradient_checkpointing_computes_in_the_backward_pass_once_more():
     ("cosine", [0.5 + 0.125**0.5, 0.5, 0.5 - 0.125**0.5])])
 def test_learning_rates(schedule, falling):
     """No step is made at rate 0, neither the first nor the last."""
-    steps = steps_of(tiny_model(), steps=6, warmup_steps=3, lr_scheduler_type=schedule)
-    rates = [metrics["learning_rate"] for metrics, _ in steps]
+    history = go(learning_rate=3e-3, warmup_steps=3, lr_scheduler_type=schedule)
+    rates = [metrics["learning_rate"] for metrics in history]
     assert rates == pytest.approx([3e-3 * part for part in [1 / 3, 2 / 3, 1] + falling])
 
 
@@ -1377,40 +1155,33 @@ def test_dynamic_sampling_replaces_flat_groups():
     model = tiny_model(initializer_range=0.2)
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY))
     model.lm_head.bias.data[END] = 2.0  # so that the longest answers differ, and some pad others
-    for metrics, learner in steps_of(model, dynamic_sampling=20, num_generations=3,
-                                     prompts_per_step=4, max_completion_length=40):
+    run = dict(dynamic_sampling=20, num_generations=3, prompts_per_step=4, max_completion_length=40)
+    for metrics, learner in steps_of(model, uneven_reward, **UPDATE | run):
         rollout = learner.rollout
         prompts = [example["prompt"] for example in learner.examples]
         assert len(prompts) == 4 and not set(prompts) & set(FLAT)
         check_rollout(rollout, prompts, 3, 40)
         T = rollout.completion_mask.shape[1]
-        answers = []
-        for ids, real in zip(rollout.input_ids[:, -T:], rollout.completion_mask):
-            answers.append(ids[real].tolist())
+        answers = [ids[real].tolist() for ids, real in zip(rollout.input_ids[:, -T:],
+                                                           rollout.completion_mask)]
         of_each_row = [prompt for prompt in prompts for _ in range(3)]
         near(learner.rewards.flatten(), uneven_reward(of_each_row, answers))
         near(learner.advantages, group_advantages(learner.rewards))
         assert metrics["zero_variance_fraction"] == 0 and metrics["sampler_gap"] < 1e-5
     assert metrics["questions_seen"] > 8
-
-
-# Tries, two questions, and how many are drawn for a step of two.
-@pytest.mark.parametrize("tries, letters, drawn", [(3, "ad", 8), (3, "eb", 2)])
-def test_dynamic_sampling_draws_as_few_questions_as_it_can(tries, letters, drawn):
-    data = [{"prompt": letter} for letter in letters]
-    step = steps_of(tiny_model(), data=data, prompts_per_step=2, dynamic_sampling=tries)
-    assert next(step)[0]["questions_seen"] == drawn
+    for letters, drawn in {"ad": 8, "eb": 2}.items():  # three tries in vain, and none needed
+        data = [{"prompt": letter} for letter in letters]
+        step = go(reward=uneven_reward, data=data, steps=1, dynamic_sampling=3)[0]
+        assert step["questions_seen"] == drawn
 
 
 # --- Precision: bfloat16 over float32 masters, here on the CPU ---
-
-
 def test_master_weights_take_steps_that_bfloat16_cannot():
     model = tiny_model()
     frozen = model.model.norm.weight.requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     before = parameters_to_vector(trained).detach()
-    *_, (metrics, learner) = steps_of(model, bf16=True, steps=3, learning_rate=1e-6)
+    *_, (metrics, learner) = steps_of(model, bf16=True, steps=3, warmup_steps=0, learning_rate=1e-6)
     assert metrics["sampler_gap"] < 0.1
     assert frozen.dtype == torch.bfloat16 and (frozen == 1).all()
     after = parameters_to_vector(learner.weights)
@@ -1434,24 +1205,17 @@ def test_gradients_in_bfloat16_add_up_in_float32():
     # This hook is called before the training's own, which frees the gradient.
     model.lm_head.weight.register_post_accumulate_grad_hook(lambda p: added.append(p.grad))
     _, learner = next(steps_of(model, bf16=True, max_grad_norm=1e9, tokens_per_micro_batch=1))
-    assert len(added) == 12 and added[0].dtype == torch.bfloat16
+    assert len(added) == 8 and added[0].dtype == torch.bfloat16
     near(learner.weights[-1].grad, torch.stack(added).float().sum(dim=0), 1e-6)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_quantized_models_are_refused():
-    model = tiny_model()
-    packed = torch.zeros(VOCABULARY, 32, dtype=torch.int8)
-    model.lm_head.weight = torch.nn.Parameter(packed, requires_grad=False)
-    with pytest.raises(ValueError, match="lm_head.weight is torch.int8.*quantized"):
-        next(steps_of(model))
-
-
-# --- Settings ---
-
+# --- What is refused, and what the error says ---
 WHOLE = [-1, 1.5, "2", None, NAN]
 REAL = [-0.1, NAN, INF, "0.1"]
-IMPOSSIBLE = {  # settings, and values that none of them may have
+
+
+@pytest.mark.parametrize("names, values", {  # settings, and values that none of them may have
     "num_generations": [1, 0, *WHOLE],
     "prompts_per_step max_completion_length steps num_iterations": [0, *WHOLE],
     "num_mini_batches tokens_per_micro_batch": [0, *WHOLE],
@@ -1460,22 +1224,15 @@ IMPOSSIBLE = {  # settings, and values that none of them may have
     "learning_rate beta epsilon entropy_bonus": [None, *REAL],
     "epsilon_high": REAL,
     "loss_type scale_rewards lr_scheduler_type kl_penalty_type": ["bnpo", None],
-}
-
-
-@pytest.mark.parametrize("names", IMPOSSIBLE)
-def test_impossible_settings_are_refused_at_once(names):
+}.items())
+def test_impossible_settings_are_refused_at_once(names, values):
     for name in names.split():
-        for value in IMPOSSIBLE[names]:
+        for value in values:
             with pytest.raises(ValueError, match=f"{name} is {value!r}"):
                 GRPOConfig(**{name: value})
 
 
-def test_settings_have_to_fit_together_and_may_stand_at_the_edge():
-    with pytest.raises(ValueError, match="num_mini_batches is 5"):
-        GRPOConfig(prompts_per_step=4, num_mini_batches=5)
-    with pytest.raises(ValueError, match="kl_penalty_type 'mse'"):
-        GRPOConfig(beta=0, kl_penalty_type="mse")
+def test_settings_may_stand_at_the_edge():
     GRPOConfig(epsilon=1.5, epsilon_high=0, prompts_per_step=4, num_mini_batches=4)
     GRPOConfig(num_generations=2, prompts_per_step=1, max_completion_length=1, steps=1,
                warmup_steps=0, learning_rate=0, beta=0, epsilon=0, save_steps=0)
@@ -1483,31 +1240,60 @@ def test_settings_have_to_fit_together_and_may_stand_at_the_edge():
     assert GRPOConfig(scale_rewards=False).scale_rewards == "none"
 
 
+def train_quantized():
+    model = tiny_model()
+    packed = torch.zeros(VOCABULARY, 32, dtype=torch.int8)
+    model.lm_head.weight = torch.nn.Parameter(packed, requires_grad=False)
+    go(model=model)
+
+
+FITS = "a " * 56  # tokens; with a cap of 8 the context of 64 is full
+IDS = torch.tensor([[6, 7, 8, 9]])
+
+
+@pytest.mark.parametrize("said, call", {  # what is said: a call
+    "finite rewards, got .*nan": lambda: group_advantages(numbers("0.5 nan")),
+    r"2 or more finite rewards, got tensor.\[1": lambda: group_advantages(t64([1])),
+    "size=.2, 0": lambda: group_advantages(t64([[], []])),
+    "(?s)finite rewards, got .* inf": lambda: group_advantages(t64([[0.5, 1], [INF, 1]])),
+    "'bnpo', and must be": lambda: grpo_loss(*batch(), loss_type="bnpo"),
+    "'dr_grpo' needs max_completion_length": lambda: grpo_loss(*batch(), loss_type="dr_grpo"),
+    "beta is 0.07": lambda: grpo_loss(P_02, P_02, None, t64([1]), P_02 < 0, beta=0.07),
+    "'k4'; it is": lambda: kl_estimate(P_02, P_04, "k4"),
+    "'column', and must be": lambda: group_scale(BOOK, "column"),
+    "num_generations 0": lambda: sampled(tiny_model(), G=0),
+    "completion_length 0 must": lambda: sampled(tiny_model(), max_completion_length=0),
+    "temperature -0.1 at": lambda: sampled(tiny_model(), temperature=-0.1),
+    "one or more prompts, got .]": lambda: sampled(tiny_model(), prompts=[]),
+    "one or more prompts, got 'a b'": lambda: sampled(tiny_model(), prompts="a b"),
+    "prompt 1 has no tokens": lambda: sampled(tiny_model(), prompts=["a", ""]),
+    "57 .* 8 .* context of 64": lambda: sampled(tiny_model(), prompts=["a", FITS + "a"]),
+    "58 .* 8 .* context of 64": lambda: sampled(family_model("gemma3"), prompts=[FITS + "a a"]),
+    "temperature 0, completion_length 2": lambda: token_logprobs(tiny_model(), IDS, IDS, 2, 0),
+    "completion_length 0 and": lambda: token_logprobs(tiny_model(), IDS, IDS, 0),
+    "leaves for the prompt, 0, must": lambda: token_logprobs(tiny_model(), IDS, IDS, 4),
+    "lm_head.weight is torch.int8.*quantized": train_quantized,
+    "num_mini_batches is 5": lambda: GRPOConfig(prompts_per_step=4, num_mini_batches=5),
+    "kl_penalty_type 'mse'": lambda: GRPOConfig(beta=0, kl_penalty_type="mse"),
+    "output_dir": lambda: go(resume=True),
+}.items())
+def test_what_cannot_be_is_refused(said, call):
+    with pytest.raises(ValueError, match=said):
+        call()
+
+
 # --- The night: whatever breaks a run, resumed it ends as if nothing had happened ---
-#
 # Each run below has a checkpoint of step 2 and was left after step 3. It is resumed, breaks in
 # step 3 or 4, and is resumed again. Then its folder has to be that of a run left in peace.
-
-
 class Killed(BaseException):
     """Like a SIGKILL: nothing in the program may catch it."""
-
-
-def breaks(function, in_calls, fault):
-    """`function`, but in these calls the fault comes first, and may give a result of its own."""
-    calls = []
-    @functools.wraps(function)
-    def broken(*args, **kwargs):
-        calls.append(1)
-        result = fault(*args, **kwargs) if len(calls) in in_calls else None
-        return function(*args, **kwargs) if result is None else result
-    return broken
 
 
 def save_half(error):
     def fault(tensors, path, metadata):
         Path(path).write_bytes(b"half a checkpoint")
         raise error
+
     return fault
 
 
@@ -1523,7 +1309,6 @@ kill = Mock(side_effect=Killed)
 ctrl_c = Mock(side_effect=lambda *_, **__: signal.raise_signal(signal.SIGINT))
 # What the reward has drawn before it gave NaN has to be undone.
 give_nan = Mock(side_effect=lambda **given: [NAN for _ in noisy_reward(**given)])
-no_room = save_half(OSError(28, "No space left on device"))
 LOST = "^the device is lost$"
 HOPELESS = "1 prompts at once.*gradient_checkpointing.*smaller"
 FULL = "step 4 could not be saved.*No space left on device.*intact"
@@ -1532,23 +1317,6 @@ GRADIENT = (torch.nn.utils, "clip_grad_norm_")
 WRITE = (safetensors.torch, "serialize_file")
 RENAME = (os, "replace")
 OPEN = (builtins, "open")
-EVERY = range(1, 9999)
-FAULTS = {  # what breaks, in which calls, how; the error that ends the run; the step saved by then
-    "the reward raises": ("reward", [1], fail, ValueError, "raised RuntimeError: the device", 2),
-    "the reward is nan": ("reward", [1], give_nan, ValueError, "returned nan at place 0", 2),
-    "ctrl-c": ("reward", [1], ctrl_c, None, None, 3),
-    "ctrl-c, and again": (EMBED, EVERY, ctrl_c, KeyboardInterrupt, None, 2),
-    "ctrl-c while the caller is busy": ("between", [1], ctrl_c, None, None, 3),
-    "the caller's evaluation fails": ("between", [2], fail, RuntimeError, LOST, 4),
-    "the second update fails": (GRADIENT, [2], fail, RuntimeError, LOST, 2),
-    "no lack of memory": (EMBED, EVERY, fail, RuntimeError, LOST, 2),
-    "hopelessly out of memory": (EMBED, EVERY, no_memory, torch.OutOfMemoryError, HOPELESS, 2),
-    "disk full": (WRITE, [1], no_room, OSError, FULL, 2),
-    "killed while writing": (WRITE, [1], save_half(Killed), Killed, None, 2),
-    "killed before the log is renamed": (RENAME, [1], kill, Killed, None, 2),
-    "killed before the checkpoint is renamed": (RENAME, [2], kill, Killed, None, 2),
-    "killed while resuming": (OPEN, EVERY, kill_at_the_log, Killed, None, 2),
-}
 
 NIGHT = {"steps": 5, "save_steps": 2}
 MANY = {"num_iterations": 2, "num_mini_batches": 2, "beta": 0}
@@ -1560,9 +1328,8 @@ RUNS = {"plain": NIGHT, "several updates": NIGHT | MANY, "dynamic, in bfloat16":
 
 def result(folder):
     """All that a run leaves: the checkpoint's bytes, and the log, which is JSON without NaN."""
-    log = []
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        log.append(untimed(json.loads(line, parse_constant=pytest.fail)))
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    log = [untimed(json.loads(line, parse_constant=pytest.fail)) for line in lines]
     return (folder / "checkpoint.safetensors").read_bytes(), log
 
 
@@ -1586,11 +1353,27 @@ def own_handler():
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_broken_run_goes_on_as_if_nothing_had_happened(fault, run, folders, tmp_path,
-                                                         monkeypatch, own_handler, capsys):
+# What breaks, in which calls, how; the error that ends the run, its words; the step saved by then.
+@cases("place, in_calls, happens, error, says, saved", {
+    "the reward raises": ("reward", [1], fail, ValueError, "raised RuntimeError: the device", 2),
+    "the reward is nan": ("reward", [1], give_nan, ValueError, "returned nan at place 0", 2),
+    "ctrl-c": ("reward", [1], ctrl_c, None, None, 3),
+    "ctrl-c, and again": (EMBED, EVERY, ctrl_c, KeyboardInterrupt, None, 2),
+    "ctrl-c while the caller is busy": ("between", [1], ctrl_c, None, None, 3),
+    "the caller's evaluation fails": ("between", [2], fail, RuntimeError, LOST, 4),
+    "the second update fails": (GRADIENT, [2], fail, RuntimeError, LOST, 2),
+    "no lack of memory": (EMBED, EVERY, fail, RuntimeError, LOST, 2),
+    "hopelessly out of memory": (EMBED, EVERY, no_memory, torch.OutOfMemoryError, HOPELESS, 2),
+    "disk full": (WRITE, [1], save_half(OSError(28, "No space left on device")), OSError, FULL, 2),
+    "killed while writing": (WRITE, [1], save_half(Killed), Killed, None, 2),
+    "killed before the log is renamed": (RENAME, [1], kill, Killed, None, 2),
+    "killed before the checkpoint is renamed": (RENAME, [2], kill, Killed, None, 2),
+    "killed while resuming": (OPEN, EVERY, kill_at_the_log, Killed, None, 2),
+})
+def test_a_broken_run_goes_on_as_if_nothing_had_happened(
+        place, in_calls, happens, error, says, saved, run, folders, tmp_path, monkeypatch,
+        own_handler, capsys):
     whole, left = folders[run]
-    place, in_calls, happens, error, says, saved = FAULTS[fault]
     folder = tmp_path / "run"
     shutil.copytree(left, folder)
     run = {"resume": True, "reward": noisy_reward, "between": untimed} | RUNS[run]
@@ -1598,12 +1381,12 @@ def test_a_broken_run_goes_on_as_if_nothing_had_happened(fault, run, folders, tm
     ends = pytest.raises(error, match=says) if error else contextlib.nullcontext()
     with monkeypatch.context() as patch, ends:
         if place in run:
-            broken[place] = breaks(run[place], in_calls, happens)
+            broken[place] = preceded(run[place], happens, in_calls)
         else:
-            patch.setattr(*place, breaks(getattr(*place), in_calls, happens))
+            patch.setattr(*place, preceded(getattr(*place), happens, in_calls))
         go(folder, **broken)
     assert signal.getsignal(signal.SIGINT) is own_handler
-    assert ("interrupted" in capsys.readouterr().out) == ("ctrl-c" in fault)
+    assert ("interrupted" in capsys.readouterr().out) == (happens is ctrl_c)
     model = broken["model"]
     assert not model.training
     # A hook that was left on the model would take these gradients away.
@@ -1620,47 +1403,20 @@ def test_a_broken_run_goes_on_as_if_nothing_had_happened(fault, run, folders, tm
     assert set(os.listdir(folder)) == {"checkpoint.safetensors", "metrics.jsonl"}
 
 
-ALARMED = {"steps": 12, "save_steps": 1}
-
-
-def killed_soon(folder):
-    """The alarm's default is to end the process on the spot, whatever it is just doing."""
-    def set_alarm(metrics):
-        if metrics["step"] == 3:
-            signal.setitimer(signal.ITIMER_REAL, 0.02)
-
-    go(folder, between=set_alarm, **ALARMED)
-
-
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there is no such alarm on Windows")
-def test_a_process_that_is_killed_for_real(tmp_path):
-    code = f"import {__name__} as tests; tests.killed_soon({str(tmp_path / 'killed')!r})"
-    path = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path})
-    assert done.returncode == -signal.SIGALRM
-    go(tmp_path / "whole", **ALARMED)
-    go(tmp_path / "killed", resume=True, **ALARMED)
-    assert result(tmp_path / "killed") == result(tmp_path / "whole")
-
-
-SAVES = {1: [1, 2, 3, 4, 5], 3: [3, 5], 9: [5], 0: []}
-
-
-@pytest.mark.parametrize("save_steps", SAVES)
-def test_each_step_is_logged_and_save_steps_says_when_all_is_saved(save_steps, tmp_path):
+@pytest.mark.parametrize("save_steps, steps", [
+    (1, [1, 2, 3, 4, 5]), (3, [3, 5]), (9, [5]), (0, [])])
+def test_each_step_is_logged_and_save_steps_says_when_all_is_saved(save_steps, steps, tmp_path):
     checkpoint = tmp_path / "checkpoint.safetensors"
     saved = []
-    def look(metrics):
+    for metrics, _ in steps_of(folder=tmp_path, steps=5, save_steps=save_steps):
         assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1]) == metrics
         if checkpoint.exists():
             saved.append(metrics["step"])
             checkpoint.unlink()
-    go(tmp_path, steps=5, save_steps=save_steps, between=look)
-    assert saved == SAVES[save_steps]
+    assert saved == steps
 
 
 # --- Resume: the same run, or none ---
-
 OTHER_SETTINGS = dict(
     num_generations=2, prompts_per_step=3, max_completion_length=6, temperature=0.9, beta=0.2,
     epsilon=0.3, epsilon_high=0.3, loss_type="dapo", scale_rewards="none", steps=7,
@@ -1668,22 +1424,21 @@ OTHER_SETTINGS = dict(
     lr_scheduler_type="cosine", max_grad_norm=2.0, kl_penalty_type="mse", entropy_bonus=0.1,
     mask_truncated_completions=True, dynamic_sampling=1, seed=4, bf16=True)
 MAY_CHANGE = dict(save_steps=5, gradient_checkpointing=True, tokens_per_micro_batch=64)
-OTHER_RUNS = {
+
+
+@pytest.mark.parametrize("says, other", {
     "holds a run: resume it": {"resume": False},
     "there examples is 7, here 5": {"data": QUESTIONS[:5]},
     "there loss_fn is grpo_loss, here gspo_loss": {"loss_fn": gspo_loss},
     "initial weights is .*, here": {"model": tiny_model(seed=1)},
-}
-for setting, value in OTHER_SETTINGS.items():
-    OTHER_RUNS[f"there {setting} is .*, here {value}$"] = {setting: value}
-
-
-@pytest.mark.parametrize("says", OTHER_RUNS)
-def test_another_run_is_refused_with_the_difference_named(says, folders):
+    **{f"there {name} is .*, here {value}$": {name: value}
+       for name, value in OTHER_SETTINGS.items()},
+}.items())
+def test_another_run_is_refused_with_the_difference_named(says, other, folders):
     left = folders["plain"][1]
     before = result(left)
     with pytest.raises(ValueError, match=says):
-        go(left, **{"resume": True} | NIGHT | OTHER_RUNS[says])
+        go(left, **{"resume": True} | NIGHT | other)
     assert result(left) == before
 
 
@@ -1692,10 +1447,11 @@ def test_a_resumed_run_may_be_in_other_parts_and_holds_on_to_no_file(folders, tm
     assert settings == set(OTHER_SETTINGS) | set(MAY_CHANGE)  # a new one belongs into one of them
     shutil.copytree(folders["plain"][1], tmp_path / "run")
     maps = Path("/proc/self/maps")
-    def look(_):  # mapped into memory, the old checkpoint would keep its room on the disk
+    rest = steps_of(folder=tmp_path / "run", resume=True, **NIGHT | MAY_CHANGE)
+    for step, (metrics, _) in zip((3, 4, 5), rest, strict=True):
+        assert metrics["step"] == step
+        # Mapped into memory, the old checkpoint would keep its room on the disk.
         assert not maps.exists() or str(tmp_path) not in maps.read_text()
-    rest = go(tmp_path / "run", resume=True, between=look, **NIGHT | MAY_CHANGE)
-    assert [metrics["step"] for metrics in rest] == [3, 4, 5]
 
 
 def test_a_log_alone_is_a_run_too_but_resumed_it_starts_anew(folders, tmp_path):
@@ -1704,63 +1460,38 @@ def test_a_log_alone_is_a_run_too_but_resumed_it_starts_anew(folders, tmp_path):
         go(tmp_path, **NIGHT)
     assert len(go(tmp_path, resume=True, **NIGHT)) == 5
     assert result(tmp_path) == result(folders["plain"][0])
-    with pytest.raises(ValueError, match="output_dir"):
-        go(resume=True)
 
 
 def test_a_finished_run_returns_what_it_had_logged(folders):
     whole = folders["plain"][0]
     model = tiny_model()
-    config = tiny_config(**NIGHT)
-    history = train(model, TOKENIZER, QUESTIONS, noisy_reward, config, whole, resume=True)
+    history = train(model, TOKENIZER, QUESTIONS, noisy_reward, GRPOConfig(**TINY | NIGHT), whole,
+                    resume=True)
     trained = tiny_model()
     assert go(model=trained, steps=5) == [untimed(metrics) for metrics in history]
     assert torch.equal(weights_of(model), weights_of(trained))
 
 
-def test_a_checkpoint_holds_numbers_and_text_and_nothing_else(folders):
-    checkpoint = result(folders["dynamic, in bfloat16"][0])[0]
-    length = int.from_bytes(checkpoint[:8], "little")
-    header = json.loads(checkpoint[8 : 8 + length])
-    json.loads(header.pop("__metadata__")["json"])
-    # The masters, although the model computes in bfloat16.
-    assert {entry["dtype"] for entry in header.values()} == {"F32"}
-    numbers = sum(math.prod(entry["shape"]) for entry in header.values())
-    assert 8 + length + 4 * numbers == len(checkpoint)
-
-
-@pytest.mark.parametrize("name", ["grpo.py", "gsm8k_demo.py"])
-def test_nothing_in_the_sources_runs_what_a_stranger_wrote(name):
-    source = (Path(grpo.__file__).parent / name).read_text(encoding="utf-8")
-    runs_code = r"(?<![.\w])(eval|exec|compile)\(|torch\.load|import (pickle|subprocess)|os\.system"
-    assert not re.search(runs_code + "|trust_remote_code", source)
+def test_a_checkpoint_holds_numbers_and_text(folders):
+    path = folders["dynamic, in bfloat16"][0] / "checkpoint.safetensors"
+    with safetensors.safe_open(path, "pt") as saved:
+        json.loads(saved.metadata()["json"])
+        # The masters, although the model computes in bfloat16.
+        assert {saved.get_tensor(name).dtype for name in saved.keys()} == {torch.float32}
 
 
 def test_in_another_thread_ctrl_c_is_not_touched(own_handler):
     """Only the main thread may; a run elsewhere has to do without, and say nothing."""
-    handlers = []
-    with ThreadPoolExecutor() as pool:
-        history = pool.submit(
-            go, between=lambda _: handlers.append(signal.getsignal(signal.SIGINT))).result()
-    assert history == go()
-    assert set(handlers) == {own_handler}
+    handlers = set()
+    run = ThreadPoolExecutor().submit(
+        go, between=lambda _: handlers.add(signal.getsignal(signal.SIGINT)))
+    assert run.result() == go()
+    assert handlers == {own_handler}
 
 
 # --- Too little memory: half as much at once, and the same result ---
-#
-# A hook plays the small card: at one place, more than four rows at once are too much for it. There
-# are 12 rows of answers to 3 questions, and 4 of up to 15 tokens each fit into a budget of 64.
-
-HALVES = ["128 tokens", "64 tokens"]
-PLACES = {  # where it runs out; the halves that are tried; the budget that needs none; settings
-    "sampling": ("sampling", ["2 prompts", "1 prompts"], 256, {}),
-    "reference": ("scoring", HALVES, 64, {}),
-    "pi_old": ("scoring", HALVES, 64, {"beta": 0, "num_iterations": 2}),
-    "forward": ("forward", HALVES, 64, {"beta": 0}),
-    "backward": ("backward", HALVES, 64, {"beta": 0}),
-    "backward, in bfloat16": ("backward", HALVES, 64, {"beta": 0, "bf16": True}),
-}
-
+# A hook plays the small card: more than four rows at once are too much for it. There are 12 rows of
+# answers to 3 questions, and 4 of up to 15 tokens each fit into a budget of 64.
 
 def ending_model(logit):
     """The end tokens' logits are raised by `logit`: 100 for empty answers, -100 for none to end."""
@@ -1771,56 +1502,54 @@ def ending_model(logit):
     return model
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_out_of_memory_does_the_same_in_smaller_parts(name, capsys):
-    place, halves, enough, settings = PLACES[name]
-    now = {"place": "sampling", "rows": 0}
-    def reward(**given):
-        now["place"] = "scoring"
-        return noisy_reward(**given)
+PARTS = ["2 prompts", "1 prompts", "128 tokens", "64 tokens"]
 
-    def forward(embedding, args):
-        now["rows"] = len(args[0])
-        if torch.is_grad_enabled():
-            now["place"] = "forward"
-        if place == now["place"] and now["rows"] > 4:
-            no_memory()
 
-    def backward(weight):
-        if place == "backward" and now["rows"] > 4:
-            no_memory()
-        now["place"] = "sampling"  # of the next step
+def small_card(_, args):
+    if len(args[0]) > 4:
+        no_memory()
+
+
+@cases("place, tries, settings", {  # where it runs out; what is tried then; settings
+    "sampling and reference": ("forward", PARTS, {}),
+    "pi_old": ("forward", PARTS, {"beta": 0, "num_iterations": 2}),
+    "the update": ("forward", PARTS, {"beta": 0}),
+    "the backward pass": ("backward", PARTS[2:], {"beta": 0}),
+    "in bfloat16": ("backward", PARTS[2:], {"beta": 0, "bf16": True}),
+})
+def test_out_of_memory_does_the_same_in_smaller_parts(place, tries, settings, capsys):
     small = ending_model(-100.0)
     embedding = small.get_input_embeddings()
-    embedding.register_forward_pre_hook(forward)
-    embedding.weight.register_post_accumulate_grad_hook(backward)
+    if place == "forward":
+        embedding.register_forward_pre_hook(small_card)
+    else:  # the gradient of the embedding comes last, and knows no rows
+        last = []
+        embedding.register_forward_pre_hook(lambda _, args: last.append(args))
+        embedding.weight.register_post_accumulate_grad_hook(lambda _: small_card(_, last[-1]))
     run = {"prompts_per_step": 3, "max_completion_length": 12, "steps": 2} | settings
-    found = go(model=small, reward=reward, tokens_per_micro_batch=256, **run)
+    found = go(model=small, tokens_per_micro_batch=256, **run)
     said = re.findall("from here on (.*) at once", capsys.readouterr().out)
-    assert said == halves  # once each, not in every step: it is remembered
+    assert said == tries  # once each, not in every step: it is remembered
     model = ending_model(-100.0)
-    wanted = go(model=model, tokens_per_micro_batch=enough, **run)
+    wanted = go(model=model, tokens_per_micro_batch=64, **run)
     assert found == [pytest.approx(metrics, rel=1e-4, abs=1e-4) for metrics in wanted]
     assert torch.equal(weights_of(small), weights_of(model))
 
 
 # --- Numbers that are not finite: two updates in a row are skipped, the third ends the run ---
-
-NOT_FINITE = {
-    "the loss is nan": lambda loss: loss * NAN,
-    "the loss is inf": lambda loss: loss + INF,
+@cases("spoil", {
+    "the loss is nan": lambda loss: loss * NAN, "the loss is inf": lambda loss: loss + INF,
     "the gradient is not": lambda loss: loss + (loss - loss.detach()).sqrt(),  # the root at 0
-}
-
-
-@pytest.mark.parametrize("name", NOT_FINITE)
-def test_two_failures_in_a_row_are_forgiven_and_a_third_is_not(name, tmp_path, capsys):
+})
+def test_two_failures_in_a_row_are_forgiven_and_a_third_is_not(spoil, tmp_path, capsys):
     model = ending_model(-100.0)
     weights = [weights_of(model)]
+
     def broken_loss(*args, **kwargs):
         loss, metrics = grpo_loss(*args, **kwargs)
-        return NOT_FINITE[name](loss), metrics
-    loss_fn = breaks(grpo_loss, [2, 3, 5, 6, 7], broken_loss)  # one call an update, with few rows
+        return spoil(loss), metrics
+
+    loss_fn = preceded(grpo_loss, broken_loss, [2, 3, 5, 6, 7])  # one call an update, with few rows
     with pytest.raises(FloatingPointError):
         go(tmp_path, model=model, loss_fn=loss_fn, save_steps=2, steps=8,
            between=lambda _: weights.append(weights_of(model)))
@@ -1851,41 +1580,34 @@ def test_the_question_that_broke_an_update_is_named(tmp_path, capsys):
 
 
 # --- The reward's contract, both ways ---
-
 NO_LISTS = [None, 1.0, "1" * 8, [0.5] * 7, [0.5] * 9, torch.zeros(8), np.zeros(8)]
 NO_NUMBERS = [None, NAN, INF, -INF, "1", 1j, torch.tensor(1.0), np.float32("nan"), 1e300, 10**400]
-BAD_REWARDS = {}
-for value in NO_LISTS:
-    BAD_REWARDS[f"returned {value!r:.99}, wanted a list of 8 numbers"] = value
-for value in NO_NUMBERS:
-    place_7 = f"returned {value!r} at place 7, wanted a finite number"
-    BAD_REWARDS[place_7] = [0.5] * 7 + [value]
 
 
-@pytest.mark.parametrize("says", BAD_REWARDS, ids="{:.30}".format)
-def test_a_broken_reward_is_named_with_place_and_value(says):
-    def my_own_reward(**given):
-        return BAD_REWARDS[says]
-    with pytest.raises(ValueError, match=re.escape(f"reward function my_own_reward {says}")):
-        go(reward=my_own_reward)
+@pytest.mark.parametrize("says, given", [
+    *[(f"returned {given!r:.99}, wanted a list of 8", given) for given in NO_LISTS],
+    *[(f"returned {given!r} at place 7, wanted a finite number", [0.5] * 7 + [given])
+      for given in NO_NUMBERS]])
+def test_a_broken_reward_is_named_with_place_and_value(says, given):
+    reward = Mock(return_value=given, __name__="my_own")
+    with pytest.raises(ValueError, match=re.escape(f"reward function my_own {says}")):
+        go(reward=reward)
 
 
 def test_rewards_of_every_numeric_type_are_taken():
     given = (True, False, 3, -2.5, np.float32(0.5), np.float64(0.25), np.int64(7), 0)
-    assert go(reward=lambda **columns: given, steps=1)[0]["reward_mean"] == 9.25 / 8
+    assert go(reward=lambda **_: given, steps=1)[0]["reward_mean"] == 9.25 / 8
 
 
 @pytest.mark.parametrize("chats", [False, True])
 def test_a_reward_function_is_called_as_trl_calls_one(chats):
-    received = {}
-    def reward(**given):
-        received.update(given)
-        return list(range(12))
-
     def say(role, text):
         return [{"role": role, "content": text}] if chats else text
+
     data = [{"prompt": say("user", "a b c"[:end]), "end": end} for end in (1, 3, 5)]
+    reward = Mock(return_value=list(range(12)), __name__="reward")
     go(reward=reward, model=ending_model(3.0), data=data, steps=1, prompts_per_step=3)
+    received = reward.call_args.kwargs
     assert set(received) == {"prompts", "completions", "completion_ids", "end"}
     # Each row of the data set G times, one after the other, in every column.
     assert sorted(received["end"][::4]) == [1, 3, 5]
@@ -1899,76 +1621,36 @@ def test_a_reward_function_is_called_as_trl_calls_one(chats):
         assert completion == say("assistant", TOKENIZER.decode(words, skip_special_tokens=True))
 
 
-def test_trls_own_reward_functions_run_here():
-    """Its penalty for long answers is the one of grpo.py."""
-    rewards = pytest.importorskip("trl.rewards", reason="TRL 1.16 is not installed")
-    theirs = rewards.get_soft_overlong_punishment(5, 3)
-    def reward(completion_ids, **columns):
-        given = theirs(completion_ids=completion_ids, **columns)
-        lengths = torch.tensor([float(len(ids)) for ids in completion_ids])
-        assert given == pytest.approx(overlong_penalty(lengths, 5, 3).tolist())
-        return given
-    assert min(metrics["reward_mean"] for metrics in go(reward=reward)) < 0
-
-
-def test_our_own_reward_function_takes_all_that_trl_gives():
-    given = {"prompts": ["a", "b"], "completion_ids": [[1], [2]], "answer": ["5", "5"]}
-    given |= {"trainer_state": None, "log_extra": print, "log_metric": print}
-    assert gsm8k_demo.boxed_reward(completions=[r"\boxed{5}", "5"], **given) == [1.5, 0.0]
-
-
 # --- Data sets, seeds ---
-
-LETTERS = "a " * 59  # with five tokens for the answer, the context of 64 is full
 ROW = {"prompt": "a"}
 CHAT = {"prompt": [{"role": "user", "content": "a"}]}
-LONG_ROWS = [{"prompt": LETTERS}, {"prompt": LETTERS + "b"}] * 2
-BAD_DATA = {
+LONG_ROWS = [{"prompt": "a " * 59}, {"prompt": "a " * 60}] * 2  # 59 + 5 tokens fill the context
+
+
+@cases("data, says", {
     "empty": ([], "data set is empty"),
     "no prompt": ([{"answer": "c"}] * 2, r"2 of 2 examples lack a prompt.*\[0, 1\]"),
     "empty prompts": ([ROW, {"prompt": ""}, {"prompt": None}, {"prompt": []}],
                       r"3 of 4 .*lack a prompt.*\[1, 2, 3\]"),
     "a chat among strings": ([ROW, CHAT, ROW], "2 of 3 prompts are strings, and the others"),
-    "a column too few": ([ROW | {"n": 1}, ROW], r"other columns.*\[1\]"),
     "a column too many": ([ROW, ROW | {"n": 1}], r"other columns.*\[1\]"),
     "blanks": ([ROW] * 1000 + [{"prompt": "  "}], "prompt 1000 has no tokens"),
     "too long": ([ROW] * 1000 + LONG_ROWS,
                  r"2 of 1004 prompts are above 59 tokens.*context is 64.*\[1001, 1003\]"),
-}
-for column in ("prompts", "completions", "completion_ids"):
-    BAD_DATA[f"a column {column}"] = ([ROW | {column: 1}], f"a column '{column}'.*rename")
-
-
-@pytest.mark.parametrize("name", BAD_DATA)
-def test_a_data_set_that_cannot_be_used_is_refused_before_the_first_step(name, tmp_path):
-    data, says = BAD_DATA[name]
+    **{column: ([ROW | {column: 1}], f"a column '{column}'.*rename")
+       for column in ("prompts", "completions", "completion_ids")},
+})
+def test_a_data_set_that_cannot_be_used_is_refused_before_the_first_step(data, says, tmp_path):
     with pytest.raises(ValueError, match=says):
         go(tmp_path / "new", data=data)
     assert not os.path.exists(tmp_path / "new")
 
 
-def test_the_context_may_just_be_full_and_may_stand_in_a_nested_config():
-    run = {"model": tiny_model(), "data": [{"prompt": LETTERS}], "steps": 1}
-    assert len(go(**run)) == 1
-    # As in models that see pictures, too.
-    run["model"].config.text_config = AutoConfig.for_model("qwen2", max_position_embeddings=63)
-    with pytest.raises(ValueError, match="1 of 1 prompts are above 58 tokens.*context is 63"):
-        go(**run)
-
-
-def test_a_dataset_of_the_library_does_as_well_as_a_list():
-    datasets = pytest.importorskip("datasets")
-    assert go(data=datasets.Dataset.from_list(QUESTIONS), steps=2) == go(steps=2)
-
-
 def test_every_question_once_an_epoch_in_an_order_that_is_the_seeds():
     def asked(**settings):
-        found = []
-        def reward(prompts, completions, **columns):
-            found.extend(prompts[::2])
-            return [0.0] * len(prompts)
+        reward = Mock(side_effect=lambda prompts, **_: [0.0] * len(prompts), __name__="reward")
         go(reward=reward, num_generations=2, beta=0, max_completion_length=1, **settings)
-        return found
+        return [prompt for call in reward.mock_calls for prompt in call.kwargs["prompts"][::2]]
 
     order = asked(prompts_per_step=7, steps=3)
     epochs = [order[:7], order[7:14], order[14:]]
@@ -1984,11 +1666,13 @@ def test_every_step_of_every_seed_draws_afresh_and_nothing_else_decides():
     """One question, and a model that stands still."""
     answers = set()
     rewards = set()
+
     def reward(prompts, completions, **columns):
         given = noisy_reward(prompts, completions)
         answers.add(tuple(completions))
         rewards.add(tuple(given))
         return given
+
     for seed in (0, 1, 1):
         go(reward=reward, data=QUESTIONS[:1], steps=3, seed=seed, learning_rate=0.0)
         noisy_reward([], ["a"])  # the caller draws as well
@@ -1996,28 +1680,24 @@ def test_every_step_of_every_seed_draws_afresh_and_nothing_else_decides():
 
 
 # --- Steps at the edge ---
-
 STILL = {"loss": 0, "grad_norm": 0}
 FLAT_RUN = {"reward": lambda **_: [0.1] * 8, "num_iterations": 2}
 FLAT_STEP = STILL | {"reward_std": 0, "zero_variance_fraction": 1}
 MASKED = {"mask_truncated_completions": True}
 SMALLEST = {"num_generations": 2, "prompts_per_step": 1, "data": [ROW], "max_completion_length": 1}
-EDGES = {  # what the end tokens' logits are raised by, the run, and what its metrics are
+
+
+@cases("logit, run, wanted", {  # the end tokens' logits are raised by this; run; metrics
     "all flat": (0.0, FLAT_RUN | {"beta": 0}, FLAT_STEP | {"sampler_gap": 0}),
     "all flat, and the model at its reference": (0.0, FLAT_RUN, FLAT_STEP | {"kl": 0}),
     "all cut and left out": (-100.0, MASKED, STILL | {"truncated_fraction": 1, "kl": 0}),
     "all cut": (-100.0, {}, {"completion_length": 5, "truncated_fraction": 1}),
     "all empty": (100.0, {}, {"completion_length": 1, "truncated_fraction": 0}),
-    "all of one token": (-100.0, {"max_completion_length": 1}, {"truncated_fraction": 1}),
     "logits of minus infinity": (-INF, {}, {"truncated_fraction": 1}),
     "the smallest sizes": (0.0, SMALLEST, {"completion_length": 1}),
-}
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-@pytest.mark.parametrize("name", EDGES)
-def test_steps_at_the_edge(name, loss_type, tmp_path):
-    logit, run, wanted = EDGES[name]
+})
+@every_type
+def test_steps_at_the_edge(logit, run, wanted, loss_type, tmp_path):
     model = ending_model(logit)
     before = weights_of(model)
     go(tmp_path, model=model, steps=2, loss_type=loss_type, **run)
@@ -2027,49 +1707,25 @@ def test_steps_at_the_edge(name, loss_type, tmp_path):
         assert torch.equal(weights_of(model), before)
 
 
-# === The demo ===
-
-# --- Data, evaluation, models ---
-
-INTERVALS = {  # right, of how many -> Wilson's interval, worked elsewhere
-    "half": (5, 10, [0.2366, 0.7634]),
-    "none": (0, 10, [0.0, 0.2775]),
-    "GSM8K's test": (660, 1319, [0.4734, 0.5273]),
-    "no questions": (0, 0, [0.0, 1.0]),
-}
-ANSWERS = {  # text, answer -> strict, lenient
-    "boxed": (r"so \boxed{1,000}", "1000", True, True),
-    "a number at the end": ("so it is 1,000.", "1000", False, True),
-    "dollars": ("18 dollars, that is $18.", "18", False, True),
-    "negative": ("from 5 to -3", "-3", False, True),
-    "the box counts": (r"the number is 7, so \boxed{8}", "7", False, False),
-    "no number": ("no idea", "7", False, False),
-    "nothing": ("", "7", False, False),
-}
+# --- The demo: grading, data, models ---
+GOOD_LINE = json.dumps({"question": "How many?", "answer": "6*3=<<6*3=18>>18\n#### 1,018"})
 
 
-@pytest.mark.parametrize("name", INTERVALS)
-def test_wilsons_interval(name):
-    right, total, interval = INTERVALS[name]
-    near(gsm8k_demo.wilson(right, total), interval, 3e-4)
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_strict_and_lenient(name):
-    text, answer, strict, lenient = ANSWERS[name]
+@pytest.mark.parametrize("text, answer, strict, lenient", [  # lenient: any last number counts
+    (r"so \boxed{1,000}", "1000", True, True), ("so it is 1,000.", "1000", False, True),
+    ("18 dollars, that is $18.", "18", False, True), ("from 5 to -3", "-3", False, True),
+    (r"the number is 7, so \boxed{8}", "7", False, False), ("no idea", "7", False, False),
+    ("", "7", False, False),
+])
+def test_strict_and_lenient(text, answer, strict, lenient):
     assert gsm8k_demo.is_right(text, answer) is strict
     assert gsm8k_demo.is_right(text, answer, lenient=True) is lenient
 
 
-GOOD_LINE = json.dumps({"question": "How many?", "answer": "6*3=<<6*3=18>>18\n#### 1,018"})
-BROKEN_LINES = {  # line, what the error names
-    "half a line": ('{"question": "x", "answ', "line 2"),
-    "no answer": ('{"question": "x"}', "line 2"),
-    "another type": ("[1]", "line 2"),
-    "no mark": ('{"question": "x", "answer": "18"}', "####"),
-    "no question": ('{"question": " ", "answer": "1\\n#### 1"}', "question"),
-    "nothing after the mark": ('{"question": "x", "answer": "1\\n#### "}', "####"),
-}
+@pytest.mark.parametrize("right, total, low, high", [  # worked elsewhere
+    (5, 10, 0.2366, 0.7634), (0, 10, 0.0, 0.2775), (660, 1319, 0.4734, 0.5273), (0, 0, 0.0, 1.0)])
+def test_wilsons_interval(right, total, low, high):
+    near(gsm8k_demo.wilson(right, total), [low, high], 3e-4)
 
 
 def write_gsm8k(folder, *lines):
@@ -2083,80 +1739,71 @@ def test_gsm8k_is_read_and_its_solutions_earn_everything(tmp_path):
     assert train_data["answer"] == ["1,018"] * 3 and len(test_data) == 3
     assert [message["role"] for message in train_data[0]["prompt"]] == ["system", "user"]
     chat = [{"role": "assistant", "content": r"18, so \boxed{1018}"}]
-    assert gsm8k_demo.boxed_reward(None, [chat, "1018"], ["1,018", "1,018"]) == [1.5, 0.0]
+    # TRL calls a reward with more than we do.
+    of_trl = {"completion_ids": [[1], [2]], "trainer_state": None, "log_metric": print}
+    rewards = gsm8k_demo.boxed_reward(None, [chat, "1018"], ["1,018", "1,018"], **of_trl)
+    assert rewards == [1.5, 0.0]
 
 
-@pytest.mark.parametrize("name", BROKEN_LINES)
-def test_a_broken_line_of_data_is_named(name, tmp_path):
-    line, said = BROKEN_LINES[name]
+@pytest.mark.parametrize("line, said", {  # line: what the error names
+    '{"question": "x", "answ': "line 2", '{"question": "x"}': "line 2", "[1]": "line 2",
+    '{"question": "x", "answer": "18"}': "####", '{"question": "x", "answer": "#### "}': "####",
+    '{"question": " ", "answer": "1\\n#### 1"}': "question",
+}.items())
+def test_a_broken_line_of_data_is_named(line, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         gsm8k_demo.load_gsm8k(write_gsm8k(tmp_path, GOOD_LINE, line))
+
+
+def save_tiny(folder, template=TOKENIZER.chat_template, **settings):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    tiny_model(**settings).save_pretrained(folder)
+    return str(folder)
 
 
 def test_models_that_cannot_be_used_are_refused_with_the_way_out(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(OSError, match="--rehearsal"):
         gsm8k_demo.load_model(str(tmp_path / "nothing"))
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path)
-    tiny_model().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="chat template"):
-        gsm8k_demo.load_model(str(tmp_path))
+        gsm8k_demo.load_model(save_tiny(tmp_path, template=None))
 
 
-def save_tiny(folder, **settings):
-    tiny_model(**settings).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-# --- From the command line ---
-
-FLAGS = {  # flags, what is said
-    "impossible value": (["--rehearsal", "--num_generations", "1"], "num_generations"),
-    "unknown flag": (["--nonsense"], "nonsense"),
-    "resume what?": (["--rehearsal", "--resume"], "--output"),
-    "nothing to resume": (["--rehearsal", "--resume", "--output", "no/such"], "such"),
-    "no data": (["--data", "nowhere", "--model", "x"], "nowhere"),
-}
-
-
-def run_demo(monkeypatch, *flags):
-    monkeypatch.setattr(sys, "argv", ["gsm8k_demo.py", *map(str, flags)])
+# --- The demo from the command line ---
+def run_demo(monkeypatch, flags, *more):
+    monkeypatch.setattr(sys, "argv", ["gsm8k_demo.py", *flags.split(), *map(str, more)])
     gsm8k_demo.main()
 
 
-@pytest.mark.parametrize("name", FLAGS)
-def test_wrong_flags_end_in_one_clear_line(name, monkeypatch, tmp_path):
-    flags, said = FLAGS[name]
+@pytest.mark.parametrize("flags, said", {  # flags: what is said
+    "--rehearsal --num_generations 1": "num_generations", "--nonsense": "nonsense",
+    "--rehearsal --resume": "--output", "--rehearsal --resume --output no/such": "such",
+    "--data nowhere --model x": "nowhere",
+}.items())
+def test_wrong_flags_end_in_one_clear_line(flags, said, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        run_demo(monkeypatch, *flags)
-    assert said in str(stopped.value)
+    with pytest.raises(SystemExit, match=said):
+        run_demo(monkeypatch, flags)
     assert not Path("no").exists()
 
 
 def test_errors_that_are_not_ours_keep_their_traceback(monkeypatch, tmp_path):
-    def broken(seed):
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    monkeypatch.setattr(gsm8k_demo, "rehearsal", broken)
-    with pytest.raises(RuntimeError, match="device-side"):
-        run_demo(monkeypatch, "--rehearsal", "--output", tmp_path / "run")
+    monkeypatch.setattr(gsm8k_demo, "rehearsal", fail)
+    with pytest.raises(RuntimeError, match=LOST):
+        run_demo(monkeypatch, "--rehearsal --output", tmp_path / "run")
 
 
 def test_random_weights_measure_a_few_steps(monkeypatch, tmp_path, capsys):
     """Answers of realistic length, and a line of seconds for each step."""
     model = save_tiny(tmp_path, initializer_range=0.02, max_position_embeddings=256)
-    line = json.dumps({"question": "a b c", "answer": "d\n#### 1"})
-    data = write_gsm8k(tmp_path, *[line] * 4)
-    run_demo(monkeypatch, "--random_weights", "--model", model, "--data", data, "--output",
-             tmp_path / "run", "--prompts_per_step", 4, "--num_generations", 16,
-             "--max_completion_length", 50)
-    history = grpo.read_metrics(tmp_path / "run")
-    assert len(history) == 5
-    lengths = [metrics["completion_length"] for metrics in history]
+    data = write_gsm8k(tmp_path, *['{"question": "a b c", "answer": "d\\n#### 1"}'] * 4)
+    sizes = "--prompts_per_step 4 --num_generations 16 --max_completion_length 50"
+    run_demo(monkeypatch, f"--random_weights {sizes} --model", model, "--data", data, "--output",
+             tmp_path / "run")
+    lengths = [metrics["completion_length"] for metrics in grpo.read_metrics(tmp_path / "run")]
+    assert len(lengths) == 5
     assert 15 < sum(lengths) / 5 < 26  # both end tokens count, and one of them is raised
     printed = capsys.readouterr().out
     for words in ("sampling", "scoring", "update", "tokens a second", "GB", "Nothing was learned"):
@@ -2164,9 +1811,18 @@ def test_random_weights_measure_a_few_steps(monkeypatch, tmp_path, capsys):
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
+def test_any_text_prints_under_any_code_page():
+    program = """if True:
+        import atexit, runpy
+        atexit.register(print, chr(0x2588), chr(0x4E2D))  # as a curve, or a model, may
+        runpy.run_path("gsm8k_demo.py", run_name="__main__")"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--nonsense"], cwd=Path(grpo.__file__).parent,
+        env=os.environ | {"PYTHONIOENCODING": "cp1252"}, capture_output=True)
+    assert done.stdout.strip() == b"? ?", done.stderr
+
+
 # --- The rehearsal: one pre-trained model serves all of these ---
-
-
 @pytest.fixture(scope="module")
 def base():
     before = torch.get_rng_state()
@@ -2176,27 +1832,23 @@ def base():
 
 
 def test_test_problems_are_held_out(base):
-    def numbers(example):  # the kind of problem and its numbers, whoever has whatever
-        text = example["prompt"][-1]["content"]
-        for word in (*gsm8k_demo.NAMES, *gsm8k_demo.THINGS):
-            text = text.replace(word, "_")
-        return text
-
-    learned = {numbers(example) for example in base[2]}
-    tested = {numbers(example) for example in base[3]}
+    words = "|".join([*gsm8k_demo.NAMES, *gsm8k_demo.THINGS])
+    # What is left are the kind of problem and its numbers, whoever has whatever.
+    learned, tested = [
+        {re.sub(words, "_", example["prompt"][-1]["content"]) for example in data}
+        for data in base[2:]]
     assert not learned & tested and len(tested) >= 256
 
 
-def learn(base, reward, steps):
-    """Sampled accuracy before and after, and the metrics."""
+def learn(base, reward):
+    """Sampled accuracy before and after 20 steps, and the metrics."""
     model, tokenizer, train_data, test_data = base
     model = copy.deepcopy(model)
     few = test_data.select(range(128))
-    settings = dict(gsm8k_demo.REHEARSAL)
+    settings = gsm8k_demo.REHEARSAL | {"steps": 20}
     settings.pop("eval_questions")
-    config = GRPOConfig(**(settings | {"steps": steps}))
     before = gsm8k_demo.evaluate(model, tokenizer, few, 28, sampled=True)
-    history = train(model, tokenizer, train_data, reward, config)
+    history = train(model, tokenizer, train_data, reward, GRPOConfig(**settings))
     after = gsm8k_demo.evaluate(model, tokenizer, few, 28, sampled=True)
     return before["sampled_accuracy"], after["sampled_accuracy"], history
 
@@ -2208,93 +1860,59 @@ def rewards_of_another_question(prompts, completions, answer, **columns):
 
 
 def test_the_rehearsal_learns_from_its_rewards_and_from_nothing_else(base):
-    before, after, history = learn(base, gsm8k_demo.boxed_reward, steps=20)
+    before, after, history = learn(base, gsm8k_demo.boxed_reward)
     assert before < 0.35 and after > 0.8, (before, after)
     assert history[-1]["reward_mean"] > history[0]["reward_mean"] + 0.4
     # At each first update pi_theta is pi_old: the loss is the KL's alone, and the clip sleeps.
     assert history[0]["loss"] == pytest.approx(0, abs=1e-6)
     for metrics in history:
         assert metrics["clip_fraction"] == 0 and metrics["sampler_gap"] < 1e-5
-    _, after, _ = learn(base, rewards_of_another_question, steps=20)
+    _, after, _ = learn(base, rewards_of_another_question)
     assert after < 0.6, after
 
 
-def test_evaluation_leaves_the_random_stream_alone_and_halves_its_batch(base, monkeypatch):
+def test_evaluation_leaves_the_random_stream_alone_and_halves_its_batch(base):
     model, tokenizer, _, test_data = base
     some = list(test_data.select(range(8)))
     state = torch.get_rng_state()
     whole = gsm8k_demo.evaluate(model, tokenizer, some, 28, sampled=True)
     assert torch.equal(state, torch.get_rng_state())
     assert whole["questions"] == 8
-
-    def small_memory(*args, whole_rand=torch.rand, **kwargs):
-        if len(args) == 2 and args[0] > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return whole_rand(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "rand", small_memory)
+    handle = model.get_input_embeddings().register_forward_pre_hook(small_card)
     assert gsm8k_demo.evaluate(model, tokenizer, some, 28, sampled=True) == whole
+    handle.remove()
 
 
 def test_the_demo_from_flags_to_files(base, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gsm8k_demo, "rehearsal", lambda seed: (copy.deepcopy(base[0]), *base[1:]))
-    flags = ["--rehearsal", "--steps", 4, "--prompts_per_step", 4, "--eval_questions", 16,
-             "--eval_every", 2, "--show_steps", 2, "--save_steps", 2]
-    run_demo(monkeypatch, *flags, "--output", tmp_path / "whole")
+    flags = ("--rehearsal --steps 4 --prompts_per_step 4 --eval_questions 16 --eval_every 2 "
+             "--show_steps 2 --save_steps 2 --output")
+    folder = tmp_path / "whole"
+    run_demo(monkeypatch, flags, folder)
     printed = capsys.readouterr().out
     for words in ("before:", "after:", "arithmetic", "to go", "chosen on these questions"):
         assert words in printed
-    whole = json.loads((tmp_path / "whole" / "results.json").read_text())
+    whole = json.loads((folder / "results.json").read_text())
     assert whole["before"]["questions"] == whole["after"]["questions"] == 16
     assert len(whole["after"]["interval"]) == 2 and whole["seconds"] > 0
-    assert json.loads((tmp_path / "whole" / "settings.json").read_text())["steps"] == 4
-    samples = (tmp_path / "whole" / "samples.jsonl").read_text().splitlines()
+    assert json.loads((folder / "settings.json").read_text())["steps"] == 4
+    samples = (folder / "samples.jsonl").read_text().splitlines()
     assert {json.loads(line)["step"] for line in samples} == {0, 1, 2, 4}
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    again = AutoModelForCausalLM.from_pretrained(folder)
     assert again.generation_config.eos_token_id == [2, 0]
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "whole")
-    assert tokenizer.chat_template == base[1].chat_template
-    # The same, with an evaluation that fails between the steps, and a resume.
-    evaluate = gsm8k_demo.evaluate
-    calls = []
-
-    def fails_once(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 2:
-            raise RuntimeError("in the evaluation of step 2")
-        return evaluate(*args, **kwargs)
-
-    monkeypatch.setattr(gsm8k_demo, "evaluate", fails_once)
-    with pytest.raises(RuntimeError, match="step 2"):
-        run_demo(monkeypatch, *flags, "--output", tmp_path / "cut")
-    run_demo(monkeypatch, *flags, "--output", tmp_path / "cut", "--resume")
-    cut = json.loads((tmp_path / "cut" / "results.json").read_text())
+    assert AutoTokenizer.from_pretrained(folder).chat_template == base[1].chat_template
+    # The same, with an evaluation that fails after step 2, and a resume.
+    folder = tmp_path / "cut"
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=LOST):
+        patch.setattr(gsm8k_demo, "evaluate", preceded(gsm8k_demo.evaluate, fail, [2]))
+        run_demo(monkeypatch, flags, folder)
+    run_demo(monkeypatch, flags, folder, "--resume")
+    cut = json.loads((folder / "results.json").read_text())
     for name in ("before", "step 2", "after", "best"):
         assert cut[name] == whole[name]
 
 
-def test_any_text_prints_under_any_code_page():
-    program = """
-import runpy, sys
-sys.argv = ["gsm8k_demo.py", "--nonsense"]
-try:
-    runpy.run_path("gsm8k_demo.py", run_name="__main__")
-except SystemExit:
-    print(chr(0x2588), chr(0x4E2D))  # as a curve, or a model, may
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(grpo.__file__).parent, capture_output=True,
-        env=os.environ | {"PYTHONIOENCODING": "cp1252"})
-    assert done.returncode == 0 and done.stdout.strip() == b"? ?", done.stderr
-
-
 # --- The gallery of mistakes: every patch still applies, and the loud ones are still loud ---
-
-GALLERY_PATH = Path(__file__).parent / ".ci" / "gallery.py"
-spec = importlib.util.spec_from_file_location("gallery", GALLERY_PATH)
-gallery = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(gallery)
-
 # Settings at which KL, clip and micro-batches matter within a step.
 ROUGH = dict(steps=1, prompts_per_step=8, warmup_steps=0, num_iterations=3, learning_rate=1e-3,
              beta=0.5)
@@ -2323,61 +1941,32 @@ def test_every_mistake_can_be_made_and_is_gone_afterwards(mistake, base, healthy
         assert figures != pytest.approx(right, rel=1e-5, abs=1e-7)
 
 
-def test_the_first_box_is_read():
-    extract = gallery.GALLERY["first box"]["extract_boxed"]
-    assert extract(r"\boxed{1} and \boxed{2}") == "1"
-    assert not extract("no box")
-
-
-LOUD = {  # a mistake -> steps, figure, at least, at most; the healthy run's is outside
-    "sign of loss": (8, "reward_mean", 0.0, 0.6),
-    "box alone": (8, "zero_variance_fraction", 0.8, 1.0),
-    "targets not shifted": (1, "sampler_gap", 5.0, 20.0),
-}
-
-
-@pytest.mark.parametrize("mistake", LOUD)
-def test_loud_mistakes_still_show(mistake, base):
-    steps, figure, least, most = LOUD[mistake]
+@pytest.mark.parametrize("mistake, steps, figure, least, most", [  # not so the healthy run
+    ("sign of loss", 8, "reward_mean", 0.0, 0.6),
+    ("box alone", 8, "zero_variance_fraction", 0.8, 1.0),
+    ("targets not shifted", 1, "sampler_gap", 5.0, 20.0),
+])
+def test_loud_mistakes_still_show(mistake, steps, figure, least, most, base):
     last = train_with(mistake, base, steps=steps, warmup_steps=2)[-1]
     assert least <= last[figure] <= most
 
 
-# The README -------------------------------------------------------------------------------------
-
-
-def readme():
-    return Path(grpo.__file__).with_name("README.md").read_text(encoding="utf-8")
+# --- The README ---
+README = Path(grpo.__file__).with_name("README.md").read_text(encoding="utf-8")
 
 
 def readme_block(sign):
     """The README's one block of Python that has `sign` in it."""
-    blocks = re.findall(r"```python\n(.*?)```", readme(), re.S)
-    found = [block for block in blocks if sign in block]
-    assert len(found) == 1, sign
-    return found[0]
+    [found] = [block for block in re.findall(r"```python\n(.*?)```", README, re.S) if sign in block]
+    return found
 
 
 def test_the_readmes_flags_exist():
     known = {"help", "nproc_per_node"}  # argparse's, and torchrun's
-    known |= set(GRPOConfig.__dataclass_fields__)
-    known |= set(gsm8k_demo.DemoConfig.__dataclass_fields__)
-    lines = [line for line in readme().splitlines() if ".ci/gallery.py" not in line]
-    flags = set(re.findall(r"--(\w+)", "\n".join(lines)))
-    assert len(flags) > 20
-    assert flags <= known, flags - known
-
-
-def test_the_readmes_apples_come_out(capsys):
-    values = {}
-    exec(readme_block("rule_reward(answer"), values)
-    assert values["rewards"].tolist() == [1.5, 1.5, 0.5, 0.5]
-    assert values["advantages"].tolist() == [1, 1, -1, -1]
-    assert capsys.readouterr().out == "0.2057\n"
-    assert "0.8/4 + 0.04 × 0.5685/4 = 0.2057" in readme()
-    k3 = grpo.k3_kl(values["new"].log(), values["old"].log())
-    means = grpo.masked_mean(k3, values["mask"], dim=1)
-    assert means.tolist() == pytest.approx([0.0361, 0.3069, 0.0721, 0.1534], abs=5e-5)
+    for record in (GRPOConfig, gsm8k_demo.DemoConfig):
+        known |= {field.name for field in dataclasses.fields(record)}
+    flags = set(re.findall(r"--(\w+)", re.sub(r".*\.ci/gallery.*", "", README)))
+    assert len(flags) > 20 and flags <= known, flags - known
 
 
 def test_the_readmes_own_reward_trains(monkeypatch, tmp_path, capsys):
@@ -2397,16 +1986,14 @@ def test_the_readmes_script_for_several_gpus_is_python_and_has_our_settings():
     config = GRPOConfig()
     for name in ("learning_rate", "warmup_steps", "num_generations", "max_completion_length",
                  "temperature", "beta", "epsilon", "save_steps"):
-        value = re.search(rf"\b{name}=([\w.-]+)", block)[1]
-        assert float(value) == getattr(config, name), name
+        assert float(re.search(rf"\b{name}=([\w.-]+)", block)[1]) == getattr(config, name), name
     assert f"max_steps={config.steps}," in block
     assert "8, gradient_accumulation_steps=32 // gpus" in block
     assert config.prompts_per_step * config.num_generations == 8 * 32
 
 
 def test_ci_finds_the_readmes_test_command():
-    script = Path(grpo.__file__).parent / ".ci/run"
+    script = Path(__file__).parent / ".ci/run"
     pattern = re.search(r"grep -m 1 '(.*?)' README.md", script.read_text())[1]
-    commands = re.findall(f"{pattern}.*$", readme(), re.M)
-    assert len(commands) == 1
-    assert commands[0].endswith("python -m pytest -q test_grpo.py")
+    [command] = re.findall(f"{pattern}.*$", README, re.M)
+    assert command.endswith("python -m pytest -q test_grpo.py")
