@@ -44,7 +44,7 @@ from torch.nn.utils import parameters_to_vector
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, CONFIG_MAPPING,
                           PreTrainedTokenizerFast)
 
-sys.path.append(str(Path(__file__).parent / ".ci"))
+sys.path.insert(0, str(Path(__file__).parent / ".ci"))
 import gallery  # noqa: E402
 import grpo  # noqa: E402
 import gsm8k_demo  # noqa: E402
@@ -82,11 +82,13 @@ def near(actual, expected, tolerance=1e-12):
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-# --- 1. The worked numbers of the documents ---
-# grpo.py was written after an article, a chapter of a book on RLHF with a script, an explainer, a
-# course and the page of a framework. Not every figure in them is right. Numbers stand as text.
+# --- The worked numbers of the documents ---
+# grpo.py was written after an article, a chapter of a book on RLHF with a script, an explainer and
+# a course, whose titles and errors are in the README. Where one is wrong, the figures that it
+# prints are the last column of a row. All numbers stand in strings, with blanks between them.
 P_02 = t64([[0.2]]).log()
 P_04 = t64([[0.4]]).log()
+ONE = torch.ones(1, 1)  # a mask
 EGGS = r"There are 9 * 7 = \boxed{63} eggs."
 BOOK = torch.ones(2, 10, dtype=torch.float64)  # losses [1, 1, 1, 1, 10] and [1 nine times, 10]
 BOOK[[0, 1], [4, 9]] = 10.0
@@ -119,16 +121,14 @@ def script(loss_type):
         (lambda: statistics("2 3.5 1 4 2.5"),
          "2.6 1.067708 -0.561951  0.842927 -1.498537  1.311220 -0.093659",
          "2.6 1.068    -0.503     0.754    -1.340     1.173    -0.084"),
-    "article: one right answer in R1's group of 16, its root of 63 is that of a group of 64":
-        (lambda: statistics("1.5" + 15 * " 0.5")[2], "3.872983", "7.937254"),
+    "article: one right answer in DeepSeek-R1's group of 16; it has the root of 63, as of 64":
+        (lambda: group_advantages(numbers("1.5" + 15 * " 0.5"))[0], "3.872983", "7.937254"),
     "article, explainer: k3 at pi_ref/pi_theta = 2": (lambda: k3_kl(P_02, P_04), "0.306853"),
-    "k3: its mean over a policy is KL(policy || ref), here 0.55 log(0.55/0.03) + ...":
-        (lambda: (POLICY * k3_kl(POLICY.log(), REFERENCE.log())).sum(), "1.732424"),
     "book: mean losses": (lambda: masked_mean(BOOK, BOOK_MASK, dim=1), "2.8 1.9"),
     "book: mean of the means": (lambda: average(BOOK, BOOK_MASK), "2.35"),
     "book: mean over tokens, 33/15": (lambda: average(BOOK, BOOK_MASK, "dapo"), "2.2", "2.27"),
     "book: sign of the KL in the loss":
-        (lambda: grpo_loss(P_02, P_02, P_04, t64([0]), P_02 < 0, beta=1)[0], "0.306853", "-0.307"),
+        (lambda: grpo_loss(P_02, P_02, P_04, t64([0]), ONE, beta=1)[0], "0.306853", "-0.307"),
     "script: masked_mean": (lambda: script("grpo"), "2 0.25 0.142857"),
     "script: masked_sum": (lambda: script("dr_grpo"), "1.571429 0.142857 0.142857"),
     "script: mean over tokens; advantages were left out, and a gradient of 1/7 was not zeroed":
@@ -142,30 +142,28 @@ def script(loss_type):
         (lambda: rule_reward(r"\boxed{50}? No: \boxed{63}", "63"), "1.5", "0.5"),
     "course: apples minus their mean":
         (lambda: group_advantages(numbers("1.5 1 0 0"), False), "0.875 0.375 -0.625 -0.625"),
-    "course: advantages, early": (lambda: statistics("0.5 1.5 0.5 1.5 0.5 1.5 0.5 0.5")[2:],
+    "course: early": (lambda: group_advantages(numbers("0.5 1.5 0.5 1.5 0.5 1.5 0.5 0.5")),
         "-0.774597 1.290994 -0.774597 1.290994 -0.774597 1.290994 -0.774597 -0.774597",
         "-1.2      0.1       0.8      0.1       1.5      0.1      -0.3       0.6"),
-    "course: advantages, middle": (lambda: statistics("1.5 1.5 1.5 0.5 1.5 1.5 1.5 1.5")[2:],
+    "course: middle": (lambda: group_advantages(numbers("1.5 1.5 1.5 0.5 1.5 1.5 1.5 1.5")),
         "0.377964 0.377964 0.377964 -2.645751 0.377964 0.377964 0.377964 0.377964",
         "0        0        0        -0.5      0        0        0        0"),
-    "course: advantages, late": (lambda: group_advantages(numbers(8 * "1.5 ")), 8 * "0 "),
+    "course: late": (lambda: group_advantages(numbers(8 * "1.5 ")), 8 * "0 "),
     "course: mean, std and advantages of eight": (lambda: statistics("1.5 0 1.5 0 1 1.5 0.5 1.5"),
         "0.9375 0.634306 0.886796 -1.477994 0.886796 -1.477994 0.098533 0.886796 -0.68973 0.886796",
         "0.875  0.637    0.82     -1.23     0.82     -1.23     0.12     0.82     -0.53    0.82"),
     "course: good": (lambda: clip(1, "0.5 0.8 1 1.2 1.5"), "0.5 0.8 1 1.2 1.2"),
     "course: bad": (lambda: clip(-1, "0.5 0.8 1 1.2 1.5"), "-0.8 -0.8 -1 -1.2 -1.5"),
-    "grpo.py's apples: the three averages":
-        (lambda: [run_loss("the papers", name, *APPLES, cap=4)[0] for name in LOSS_TYPES],
-         "0.205685 0.105053 0.039395"),
 })
 def test_the_documents_numbers(row):
     compute, right, *misprint = row
-    near(torch.as_tensor(compute()).flatten(), numbers(right), 1e-6)
+    computed = torch.as_tensor(compute()).flatten()
+    near(computed, numbers(right), 1e-6)
     for printed in misprint:
-        assert (numbers(right) - numbers(printed)).abs().max() > 0.005, "it may be rounding"
+        assert (computed - numbers(printed)).abs().max() > 0.005, "it may be rounding"
 
 
-# --- 2. The reward ---
+# --- The reward ---
 BOXES = {  # text: the contents of the complete box that opens last
     r"$$\boxed{63}$$": "63", r"\boxed{{{a}}{b}}": "{{a}}{b}", r"\boxed{\{1, 2\}}": r"\{1, 2\}",
     r"\boxed{a \} b}": r"a \} b", r"\boxed{1} \boxed{2}": "2", r"\boxed{\boxed{5}}": "5",
@@ -185,7 +183,7 @@ def test_boxes(text):
     assert extract_boxed(text) == (BOXES | NO_REWARD)[text]
     if text in NO_REWARD:
         assert rule_reward(text, "63") == 0.0
-        assert rule_reward(text, "") == 0.0  # that nothing equals nothing earns nothing
+        assert rule_reward(text, "") == 0.0  # nor does an empty box equal an empty answer
 
 
 @cases("rows", {  # why: box and answer
@@ -237,7 +235,7 @@ def test_hostile_text_takes_linear_time(piece):
         assert time.process_time() - started < 3.0
 
 
-# --- 3. Advantages ---
+# --- Advantages ---
 @cases("rewards, right", {  # rewards, advantages
     "the apples": ("1.5 1.5 0.5 0.5", "1 1 -1 -1"), "small is not equal": ("0 1e-9", "-1 1"),
     "just not equal": ("1 1.0000026", "-1 1"),
@@ -250,7 +248,9 @@ def test_advantages(rewards, right):
     rewards, right = numbers(rewards), numbers(right)
     tolerance = 1e-6 * right.abs().max()  # so zeros are exact
     centered = rewards - rewards.mean()
-    near(group_advantages(rewards, False), centered if right.any() else right, tolerance)
+    size = rewards.abs().max().clamp(min=1e-9)  # so that 1e-9 counts as much as 1
+    centered = centered / size if right.any() else right
+    near(group_advantages(rewards, False) / size, centered, tolerance)
     near(group_advantages(rewards.float()), right, 2e4 * tolerance)
     # Beside other groups and in any shape it is the same, and the rewards are left alone.
     block = torch.stack([rewards, 0 * rewards, 1000 * rewards]).view(3, 1, -1)
@@ -267,14 +267,16 @@ def test_scales_of_advantages(scale, best):
     assert (group_scale(torch.full((3, 4), 0.5), scale) == 0).all()
 
 
-# --- 4. Ratio and clip, the KL estimators, the masked mean: values and gradients ---
-@cases("row", {  # advantage (clipped 0.2 below, 0.28 above) or KL; log-ratio, value, gradient
+# --- Ratio and clip, the KL estimators, the masked mean: values and gradients ---
+# An advantage (clipped 0.2 below, 0.28 above) or the name of a KL; the log of pi_theta/pi_old, or
+# pi_theta/pi_ref; the value; its gradient.
+@cases("row", {
     "good, much likelier": "1 0.3 1.28 0", "good, likelier": "1 0.2 1.221403 1.221403",
     "good, rarer": "1 -0.5 0.606531 0.606531", "bad, likelier": "-1 0.5 -1.648721 -1.648721",
-    "bad, much rarer": "-1 -0.3 -0.8 0", "e^20, not clipped": "-2 20 -970330391 -970330391",
+    "bad, rarer, clipped": "-1 -0.3 -0.8 0", "e^20, not clipped": "-2 20 -970330391 -970330391",
     "e^100, clipped": "2 100 2.56 0", "k3, likelier": "low_var_kl 0.5 0.10653066 0.39346934",
-    "k3, nearly equal": "low_var_kl 1e-6 5e-13 1e-6", "k3 has no end": "low_var_kl 1000 999 1",
-    "k3 is not cut off at 30": "low_var_kl -30 1.0686475e13 -1.0686475e13",
+    "k3, nearly equal": "low_var_kl 1e-6 5e-13 1e-6", "k3, e^99 likelier": "low_var_kl 99 98 1",
+    "k3, e^30 rarer": "low_var_kl -30 1.0686475e13 -1.0686475e13",
     "k1": "kl -3 -3 1", "|k1|": "abs -3 3 -1", "k2": "mse -3 4.5 -3",
 })
 def test_one_token(row):
@@ -285,7 +287,7 @@ def test_one_token(row):
     def compute(x):
         if kind in SLOW_KL:
             return kl_estimate(x, other, kind)[0, 0]
-        advantages = t64([float(kind), 5, 7])  # along the columns it would show
+        advantages = t64([float(kind), 5, 7])  # for rows; taken for columns, 7 would count
         return clipped_surrogate(x, other, advantages, 0.2, 0.28)[0, 2]
 
     near(compute(other + log_ratio), value, 1e-6 * abs(value))
@@ -306,7 +308,7 @@ def test_masked_mean(dirt, dtype):
     assert masked_mean(t64([math.nan, 1]), torch.ones(2)).isnan()
 
 
-# --- 5. The loss and its relatives, against one slow loss ---
+# --- The loss and its relatives, against one slow loss ---
 SLOW_KL = {  # of x = log(pi_theta / pi_ref)
     "low_var_kl": lambda x: (-x).exp() + x - 1, "kl": lambda x: x,
     "abs": lambda x: x.abs(), "mse": lambda x: x * x / 2,
@@ -327,13 +329,13 @@ def slow_loss(loss_name, logprobs, old, ref, advantages, mask, *, epsilon=0.2, e
         ratio = log_ratio.exp()
         bound = 1 + high if A > 0 else 1 - epsilon
         clipped = A * ratio > A * bound
-        penalty = SLOW_KL[kl](logprobs[i, t] - ref[i, t]) * (beta > 0)
+        penalty = SLOW_KL[kl](logprobs[i, t] - ref[i, t]) * (beta > 0)  # at 0 no ref is given
         weight = ratio if loss_name == "corrected_kl_loss" else 1.0
         losses[i, t] = beta * weight * penalty - A * (bound if clipped else ratio)
         ratios[i, t] = ratio.item()
         clips[i, t] = clipped
         kls[i, t] = penalty.item()
-    loss = {  # an answer without any token counts as one
+    loss = {  # the mean of an answer without tokens is 0
         "grpo": (losses.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean(),
         "dapo": losses.sum() / mask.sum(),
         "dr_grpo": losses.sum() / (len(mask) * max_completion_length)}[loss_type]
@@ -362,7 +364,7 @@ LOSSES = {  # function, settings other than its defaults
     "GSPO without KL": ("gspo_loss", {"beta": 0}), "answer ratio": ("answer_ratio_loss", {}),
     "answer ratio without KL": ("answer_ratio_loss", {"beta": 0}),
     "corrected without KL": ("corrected_kl_loss", {"beta": 0}),
-    "GSPO's defaults": ("gspo_loss", {}), "GSPO": ("gspo_loss", {"beta": 0.3, "epsilon": 0.1}),
+    "GSPO as it comes": ("gspo_loss", {}), "GSPO": ("gspo_loss", {"beta": 0.3, "epsilon": 0.1}),
     "no lower bound": ("answer_ratio_loss", {"epsilon": 1.5, "epsilon_high": 0.5, "kl": "abs"}),
     "corrected": ("corrected_kl_loss", {}), "corrected KL": ("corrected_kl_loss", {"beta": 0.3}),
     "corrected k2": ("corrected_kl_loss", {"epsilon": 0.1, "epsilon_high": 0.3, "kl": "mse"}),
@@ -457,10 +459,10 @@ def test_wrong_shapes_are_refused(argument, loss_name):
             getattr(grpo, loss_name)(**tensors)
 
 
-# --- 6. The apples that grpo.py and the README print ---
+# --- The apples that grpo.py and the README print ---
 APPLES = [  # pi_theta, pi_old, pi_ref, advantages and mask
-    t64([[0.3, 0.2], [0.1, 1], [0.3, 1], [0.1, 0.2]]).log(), *[t64([[0.2, 0.2]] * 4).log()] * 2,
-    t64([1, 1, -1, -1]), torch.tensor([[1, 1], [1, 0], [1, 0], [1, 1]])]
+    t64([[0.3, 0.2], [0.1, 1], [0.3, 1], [0.1, 0.2]]).log(), t64([[0.2, 0.2]] * 4).log(),
+    t64([[0.2, 0.2]] * 4).log(), t64([1, 1, -1, -1]), t64([[1, 1], [1, 0], [1, 0], [1, 1]])]
 PRINTED = """
 rewards       tensor([1.5000, 1.5000, 0.5000, 0.5000])
 advantages    tensor([ 1.,  1., -1., -1.])
@@ -476,9 +478,11 @@ def test_the_apples_that_grpo_py_and_the_readme_print(capsys):
     torch.set_printoptions(profile="default")
     exec(readme_block("rule_reward(answer"), {})
     assert capsys.readouterr().out == PRINTED.lstrip() + "0.2057\n"
+    by_loss_type = [run_loss("the papers", name, *APPLES, cap=4)[0] for name in LOSS_TYPES]
+    near(by_loss_type, [0.205685, 0.105053, 0.039395], 1e-6)
 
 
-# --- 7. In expectation: exact sums over a vocabulary of five, without sampling ---
+# --- In expectation: exact sums over a vocabulary of five, without sampling ---
 # The policies are far apart: close together the two directions of the KL are nearly the same.
 POLICY = t64([0.55, 0.25, 0.12, 0.06, 0.02])
 REFERENCE = t64([0.03, 0.07, 0.15, 0.30, 0.45])
@@ -488,6 +492,10 @@ def exact_kl(p, q):
     return (p * (p / q).log()).sum()
 
 
+def test_k3_is_unbiased():
+    near((POLICY * k3_kl(POLICY.log(), REFERENCE.log())).sum(), exact_kl(POLICY, REFERENCE))
+
+
 DIRECTIONS = {
     "nothing": lambda x: 0 * x.sum(),
     "KL(policy || ref)": lambda x: exact_kl(x.softmax(0), REFERENCE),
@@ -495,12 +503,12 @@ DIRECTIONS = {
 }
 
 
-@pytest.mark.parametrize("name, direction", {  # loss and estimator: what its gradient pulls along
+@pytest.mark.parametrize("name, direction", {  # loss and estimator: what it descends
     "grpo_loss kl": "nothing", "corrected_kl_loss kl": "KL(policy || ref)",
     "grpo_loss mse": "KL(policy || ref)", "grpo_loss low_var_kl": "KL(ref || policy)",
     "corrected_kl_loss low_var_kl": "KL(policy || ref)",
 }.items())
-def test_what_a_kl_penalty_pulls_along(name, direction):
+def test_what_a_kl_penalty_descends(name, direction):
     """On-policy, advantages 0, and one answer of one token for each word of the vocabulary."""
     loss_name, estimator = name.split()
     logits = POLICY.log()
@@ -511,18 +519,21 @@ def test_what_a_kl_penalty_pulls_along(name, direction):
             logprobs, logprobs, logprobs + gap, torch.zeros(5), torch.ones(5, 1), beta=1,
             kl_fn=lambda policy, ref: kl_estimate(policy, ref, estimator))[0]
 
-    of_each_token = 5 * gradient(loss, logits.unsqueeze(1)).squeeze(1)
-    expected = gradient(lambda x: (POLICY * of_each_token * x.log_softmax(0)).sum(), logits)
-    near(expected, gradient(DIRECTIONS[direction], logits))
+    of_each_token = 5 * gradient(loss, logits.unsqueeze(1)).squeeze(1)  # the loss is a mean of five
+    mean = gradient(lambda x: (POLICY * of_each_token * x.log_softmax(0)).sum(), logits)
+    near(mean, gradient(DIRECTIONS[direction], logits))
 
 
-# --- 8. Parity with TRL 1.16: some of its figures, and where it is installed its own code ---
-TRL_1_16 = {  # row of LOSSES, loss_type: the loss, and sum and length of its gradient
+# --- Parity with TRL 1.16: some of its figures, and where it is installed its own code ---
+@pytest.mark.parametrize("row, figures", {  # the loss; sum and length of its gradient
     ("the papers", "grpo"): "-0.1301117861212 -0.1458677566844 0.1037278751082",
     ("the papers", "dr_grpo"): "-0.1283911960226 -0.118062121841 0.05977848483069",
     ("GSPO", "grpo"): "-0.03918783117086 -0.301053356673 0.1352687100367",
     ("corrected KL", "dapo"): "-0.2199715977601 -0.2524655203721 0.1764500272339",
-}
+}.items())
+def test_loss_and_gradient_are_those_that_trl_gave(row, figures):
+    loss, slope, _ = run_loss(*row, *batch())
+    near([loss, slope.sum(), slope.norm()], numbers(figures))
 
 
 def trl_loss(trl, name, loss_type, logprobs, old, ref, advantages, mask):
@@ -551,10 +562,7 @@ def trl_loss(trl, name, loss_type, logprobs, old, ref, advantages, mask):
 @pytest.mark.parametrize("name", ["no KL", "the papers", "GSPO", "corrected KL"])
 @every_type
 def test_loss_and_gradient_are_trls(name, loss_type):
-    loss, slope, _ = run_loss(name, loss_type, *batch())
-    if (name, loss_type) in TRL_1_16:
-        near([loss, slope.sum(), slope.norm()], numbers(TRL_1_16[name, loss_type]))
-    trl = pytest.importorskip("trl", reason="TRL is not installed: its figures had to do")
+    trl = pytest.importorskip("trl", reason="TRL is not installed: the figures above had to do")
     if not trl.__version__.startswith("1.16."):
         pytest.skip(f"the parity is with TRL 1.16, and this is {trl.__version__}")
     for seed in range(3):
@@ -565,23 +573,23 @@ def test_loss_and_gradient_are_trls(name, loss_type):
 
 
 # --- One tiny world: a tokenizer, a model of any family, a handful of questions, a way to train ---
-# The older name of a method: transformers 5.0 has no other.
+# transformers 5.0 knows only this older name for switching it on.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 NAN = math.nan
 INF = math.inf
+IDS = torch.tensor([[6, 7, 8, 9]])
 PAD, END, EOS = 0, 1, 2  # as in Qwen there are two end tokens, and the config knows only one
 VOCABULARY = 48  # more than the tokenizer's words, as in Qwen
-TIMES = {"sample_seconds", "score_seconds", "update_seconds", "tokens_per_second"}
 
 
-def tiny_tokenizer(pad="<pad>"):
+def tiny_tokenizer(padding="<pad>"):
     """Letters and digits, with blanks between them."""
     special = "<pad> <end> <eos> <unk> user assistant".split()
     ids = {word: i for i, word in enumerate([*special, *string.ascii_lowercase, *string.digits])}
     core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=pad, eos_token="<eos>", unk_token="<unk>",
+        tokenizer_object=core, pad_token=padding, eos_token="<eos>", unk_token="<unk>",
         additional_special_tokens=["<end>", "<pad>"])
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"
@@ -600,7 +608,7 @@ PLAIN = {  # settings of a family that has none of its own
 
 
 def tiny_model(family="qwen2", seed=0, **settings):
-    """Random, and of strong opinions: with the usual small weights every distribution is flat."""
+    """Random, with large weights: with the usual small ones all tokens are about equally likely."""
     plain = {} if family == "gemma3" else PLAIN  # it has them in a config within its config
     config = AutoConfig.for_model(family, **plain | settings)
     with torch.random.fork_rng(devices=[]):
@@ -610,8 +618,7 @@ def tiny_model(family="qwen2", seed=0, **settings):
     return model.eval()
 
 
-ASKED = {"a": "a", "b c": "b", "c d e": "c", "d": "a", "e f": "b", "f g a": "c", "g": "a"}
-QUESTIONS = [{"prompt": prompt, "answer": answer} for prompt, answer in ASKED.items()]
+QUESTIONS = [{"prompt": text} for text in ("a", "b c", "c d e", "d", "e f", "f g a", "g")]
 
 
 def noisy_reward(prompts, completions, **columns):
@@ -636,7 +643,8 @@ EVERY = range(1, 9999)
 
 
 def preceded(function, by, in_calls=EVERY):
-    """`function`, but in these calls something comes first, and may give a result of its own."""
+    """`function`, but in these calls (from 1 on) `by` runs first. What it returns, if anything, is
+    the result, and `function` is not called."""
     calls = []
 
     @functools.wraps(function)
@@ -649,10 +657,10 @@ def preceded(function, by, in_calls=EVERY):
 
 
 def untimed(metrics):
-    return {name: value for name, value in metrics.items() if name not in TIMES}
+    return {name: value for name, value in metrics.items() if "_second" not in name}
 
 
-def go(folder=None, stop=None, between=untimed, **run):
+def go(folder=None, stop=None, between=lambda metrics: None, **run):
     """Train, with `stop` only that many steps, and call `between` after each; untimed metrics."""
     history = []
     with contextlib.closing(steps_of(folder=folder, **run)) as steps:
@@ -666,7 +674,7 @@ def weights_of(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-# --- The sampler: token by token, and against the exact distribution ---
+# --- The sampler: token by token ---
 PROMPTS = ["a b c d e f g", "h", "i j k"]
 
 
@@ -804,7 +812,7 @@ def test_temperature_zero_takes_the_likeliest(family):
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_rows_that_have_ended_leave_and_nothing_changes(family):
-    model = tiny_model(family)
+    model = tiny_model(family, initializer_range=0.2)  # answers of many lengths
     plain = sampled(model, drop_every=1000)
     rows = []
     model.get_output_embeddings().register_forward_hook(lambda _, __, out: rows.append(len(out)))
@@ -839,7 +847,8 @@ FAMILIES = {  # what each has beside the settings that all have
     "bloom": {}, "mpt": {},  # no positions, but a bias for distance
     "mistral": {"sliding_window": 3},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW}, "qwen3_moe": EXPERTS,
-    "gemma2": {"final_logit_softcapping": 2.0, **GEMMA}, "gemma3_text": GEMMA,  # capped logits
+    "gemma2": {"final_logit_softcapping": 2.0, **GEMMA},  # capped logits
+    "gemma3_text": GEMMA,
     "gemma3": {"text_config": PLAIN | GEMMA, "vision_config": VISION, "mm_tokens_per_image": 4},
     "granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.06},  # scaled logits
     "lfm2": {"layer_types": ["conv", "full_attention"]},  # from here on, layers with a state
@@ -875,7 +884,7 @@ def gradient_of(value, model):
 def test_families_are_scored_as_the_slow_way_does(name):
     """Rows in any order, most with a prompt that others share, and with more padding or less."""
     model = family_model(name)
-    rows = [18, 3, 0, 9, 16, 1, 2, 12, 7]  # 12 and 9 are the only ones of their prompts
+    rows = [18, 3, 0, 9, 16, 1, 2, 12, 7]  # 12, 9 and 7 are alone with their prompts
     ids, mask = [x[rows] for x in ragged()]
     pull = torch.randn(2, len(rows), 9, generator=torch.Generator().manual_seed(0))
     slow = torch.stack(slow_logprobs(model, ids, mask, 9, 0.7))
@@ -890,8 +899,8 @@ def test_families_are_scored_as_the_slow_way_does(name):
             return_entropy=True))
         assert scores.dtype == torch.float32 and (scores[:, :, 9:] == 0).all()
         near(scores[:, :, :9], slow, 1e-5)
-        gradient = gradient_of((scores[:, :, :9] * pull).sum(), model)
-        near(gradient / scale, slow_gradient / scale, 1e-5)
+        found = gradient_of((scores[:, :, :9] * pull).sum(), model)
+        near(found / scale, slow_gradient / scale, 1e-5)
 
 
 @every_family
@@ -906,22 +915,25 @@ def test_families_are_sampled_and_trained(name):
     assert (weights_of(model) - before).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("dtype, wide", [(torch.bfloat16, torch.float32), (torch.float64,) * 2])
-def test_the_softmax_is_wide_and_impossible_tokens_leave_all_numbers_finite(dtype, wide):
+@pytest.mark.parametrize("never", [[], [46, 47]])  # tokens that the model rules out
+@pytest.mark.parametrize("dtype, wide, tolerance", [
+    (torch.bfloat16, torch.float32, 1e-4), (torch.float64, torch.float64, 1e-12)])
+def test_the_softmax_is_wide_and_all_numbers_are_finite(dtype, wide, tolerance, never):
     """In bfloat16 the softmax of the same logits would be off by some hundredths."""
     model = tiny_model().to(dtype)
-    never = torch.tensor([46, 47])
+    never = torch.tensor(never, dtype=torch.long)
     model.lm_head.register_forward_hook(lambda _, __, out: out.index_fill(-1, never, -INF))
     ids = torch.randint(6, 42, (100, 6), generator=torch.Generator().manual_seed(0))
-    scores = torch.stack(token_logprobs(model, ids, ids > 0, 1, return_entropy=True))
-    assert scores.dtype == wide and scores.isfinite().all()
+    logprobs, entropies = token_logprobs(model, ids, ids > 0, 1, return_entropy=True)
+    assert logprobs.dtype == entropies.dtype == wide
     exact = model(ids[:, :-1]).logits[:, -1].to(wide).log_softmax(dim=-1)
-    assert (scores[0] - exact.gather(1, ids[:, -1:])).abs().mean() < 1e-4
-    assert gradient_of(scores.sum(), model).isfinite().all()
+    near(logprobs, exact.gather(1, ids[:, -1:]), tolerance)
+    near(entropies, torch.special.entr(exact.exp()).sum(dim=-1, keepdim=True), tolerance)
+    assert gradient_of((logprobs + entropies).sum(), model).isfinite().all()
 
 
 def test_scoring_holds_few_logits_and_reads_each_prompt_once():
-    model = tiny_model(vocab_size=50)  # a width that nothing else has
+    model = tiny_model()
     order = torch.randperm(20, generator=torch.Generator().manual_seed(0))
     ids, mask = [pad(x, (7, 7))[order] for x in ragged()]  # no row uses the columns at both ends
     token_logprobs(model, ids, mask, 16)  # tries once whether the head gives the logits
@@ -939,8 +951,9 @@ def test_scoring_holds_few_logits_and_reads_each_prompt_once():
 
 
 # --- Pasted under two imports, this much of grpo.py works in another project ---
-LOSS = "loss_metrics masked_mean average clipped_surrogate check_and_blank k3_kl"
-SCORER = "trunk_and_head position_ids can_share_prompts states_of_rows states_with_shared_prompts"
+LOSS_PARTS = "loss_metrics masked_mean average clipped_surrogate check_and_blank k3_kl"
+SCORER_PARTS = ("trunk_and_head position_ids can_share_prompts states_of_rows "
+                "states_with_shared_prompts")
 
 
 @pytest.mark.parametrize("names, arguments", {  # the last is called
@@ -949,9 +962,10 @@ SCORER = "trunk_and_head position_ids can_share_prompts states_of_rows states_wi
     "clipped_surrogate": [BOOK, BOOK, BOOK[:, 0]], "k3_kl": [BOOK, BOOK],
     "masked_mean": [BOOK, BOOK_MASK], "masked_mean average": [BOOK, BOOK_MASK],
     "group_advantages group_scale": [BOOK, "batch"], "overlong_penalty": [BOOK, 3, 2],
-    "k3_kl kl_estimate": [BOOK, BOOK, "low_var_kl"], f"{LOSS} grpo_loss": batch(),
-    f"{LOSS} gspo_loss": batch(), f"{LOSS} answer_ratio_loss": batch(),
-    f"{LOSS} corrected_kl_loss": batch(), f"{SCORER} token_logprobs": [tiny_model(), *ragged(), 9],
+    "k3_kl kl_estimate": [BOOK, BOOK, "low_var_kl"],
+    f"{LOSS_PARTS} grpo_loss": batch(), f"{LOSS_PARTS} gspo_loss": batch(),
+    f"{LOSS_PARTS} answer_ratio_loss": batch(), f"{LOSS_PARTS} corrected_kl_loss": batch(),
+    f"{SCORER_PARTS} token_logprobs": [tiny_model(), IDS, IDS > 0, 2],
 }.items())
 def test_pasted_into_another_project(names, arguments):
     project = {"re": re, "torch": torch}
@@ -997,7 +1011,7 @@ def slow_step(model, reference, optimizer, rollout, rewards, config, loss_fn):
     names = ("epsilon", "epsilon_high", "beta", "loss_type", "max_completion_length")
     settings = {name: getattr(config, name) for name in names}
     settings["kl_fn"] = lambda policy, ref: kl_estimate(policy, ref, config.kl_penalty_type)
-    with torch.no_grad():  # kept in float32: Adam would make much of the difference
+    with torch.no_grad():  # rounded to float32 as in the training: Adam magnifies differences
         old = slow_logprobs(model, ids, real, T, config.temperature)[0].float()
         ref = slow_logprobs(reference, ids, real, T, config.temperature)[0].float()
     updates = config.num_iterations * config.num_mini_batches
@@ -1016,7 +1030,7 @@ def slow_step(model, reference, optimizer, rollout, rewards, config, loss_fn):
             optimizer.step()
             log["loss"] += loss.item() / updates
             log["grad_norm"] += norm.item() / updates
-            # In the other figures, answers that cannot teach are left out.
+            # The other figures leave out answers without a gradient, as the training does.
             teaches = (advantages[rows] != 0) | (config.beta + config.entropy_bonus > 0)
             taught = mask[rows] & teaches.unsqueeze(1)
             _, found = loss_fn(now, old[rows], ref[rows], advantages[rows], taught, **settings)
@@ -1035,11 +1049,12 @@ SETTINGS = {
     "grpo": {}, "dapo": {"loss_type": "dapo"}, "dr_grpo": {"loss_type": "dr_grpo"},
     "gspo": {"loss_fn": gspo_loss}, "answer-ratio": {"loss_fn": answer_ratio_loss},
     "corrected-kl": {"loss_fn": corrected_kl_loss}, "k2": {"kl_penalty_type": "mse"},
-    "twice": {"num_iterations": 2, "num_mini_batches": 2, "learning_rate": 0.01},
+    "2x2": {"num_iterations": 2, "num_mini_batches": 2, "learning_rate": 0.01},
     "in-three": {"num_mini_batches": 3}, "checkpointing": {"gradient_checkpointing": True},
     "rows-alone": {"tokens_per_micro_batch": 1}, "all-at-once": {"tokens_per_micro_batch": 10_000},
-    "without-kl": {"beta": 0.0}, "entropy": {"entropy_bonus": 0.3},  # without both, flat groups
-    "one-group": {"prompts_per_step": 1, "steps": 7},  # are left out; then only momentum moves
+    # Without KL and entropy flat groups are left out, and of a single one only momentum is left.
+    "without-kl": {"beta": 0.0}, "entropy": {"entropy_bonus": 0.3},
+    "one-group": {"prompts_per_step": 1, "steps": 7},
     "no-cut-answers": {"mask_truncated_completions": True, "max_completion_length": 12},
     "tight-clip": {"epsilon": 0.02, "epsilon_high": 0.01}, "unscaled": {"scale_rewards": "none"},
     "over-std-of-all": {"scale_rewards": "batch"}, "leave-one-out": {"scale_rewards": "rloo"},
@@ -1048,13 +1063,13 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", """
-grpo, grpo twice, grpo twice rows-alone, dapo rows-alone checkpointing, dr_grpo twice rows-alone,
-dapo twice all-at-once, grpo without-kl, dr_grpo without-kl, dapo twice without-kl,
+grpo, grpo 2x2, grpo 2x2 rows-alone, dapo rows-alone checkpointing, dr_grpo 2x2 rows-alone,
+dapo 2x2 all-at-once, grpo without-kl, dr_grpo without-kl, dapo 2x2 without-kl,
 grpo without-kl one-group, grpo without-kl no-cut-answers, dapo in-three without-kl no-cut-answers,
-grpo without-kl entropy, dapo entropy, dr_grpo twice entropy, grpo twice tight-clip,
-grpo twice short-gradients, grpo in-three without-kl whole-gradients, grpo twice k2 checkpointing,
-grpo unscaled, grpo twice over-std-of-all, dr_grpo without-kl leave-one-out, grpo twice gspo,
-grpo twice answer-ratio, dapo twice corrected-kl""".strip().replace("\n", " ").split(", "))
+grpo without-kl entropy, dapo entropy, dr_grpo 2x2 entropy, grpo 2x2 tight-clip,
+grpo 2x2 short-gradients, grpo in-three without-kl whole-gradients, grpo 2x2 k2 checkpointing,
+grpo unscaled, grpo 2x2 over-std-of-all, dr_grpo without-kl leave-one-out, grpo 2x2 gspo,
+grpo 2x2 answer-ratio, dapo 2x2 corrected-kl""".strip().replace("\n", " ").split(", "))
 def test_steps_are_those_of_the_slow_way(name):
     """In float64, where two right ways agree to the last digits: weights and metrics."""
     run = dict(UPDATE)
@@ -1062,7 +1077,7 @@ def test_steps_are_those_of_the_slow_way(name):
         run |= SETTINGS[word]
     loss_fn = run.pop("loss_fn", grpo_loss)
     config = GRPOConfig(**TINY | run)
-    model = tiny_model("gpt2", initializer_range=0.2).double()
+    model = tiny_model("gpt2", initializer_range=0.2, tie_word_embeddings=True).double()
     start = weights_of(model)
     slow_model = copy.deepcopy(model)
     reference = copy.deepcopy(model)
@@ -1071,7 +1086,7 @@ def test_steps_are_those_of_the_slow_way(name):
 
     def reward(**columns):
         states.append(torch.get_rng_state())  # the next to be drawn is the order of the groups
-        # The sampler shall have been another policy, so that there is a gap.
+        # Weights 1 % larger than those that sampled: without that, sampler_gap would be 0.
         for parameter in [*model.parameters(), *slow_model.parameters()]:
             parameter.data *= 1.01
         return uneven_reward(**columns)
@@ -1087,7 +1102,7 @@ def test_steps_are_those_of_the_slow_way(name):
         for figure, value in wanted.items():
             assert metrics[figure] == pytest.approx(float(value), rel=1e-4, abs=2e-6), figure
         moved = (weights_of(model) - start).norm()
-        assert (weights_of(model) - weights_of(slow_model)).norm() <= 1e-4 * moved
+        assert (weights_of(model) - weights_of(slow_model)).norm() <= 2e-4 * moved
     assert (learner.reference is None) == (config.beta == 0)
     if learner.reference is not None:
         assert torch.equal(weights_of(learner.reference), start)
@@ -1097,19 +1112,20 @@ def test_steps_are_those_of_the_slow_way(name):
 def test_micro_batches_keep_to_their_budget(budget):
     """Answers of like length together, the longest first, each of them once."""
     batches = []
-    loss_fn = preceded(grpo_loss, lambda *of, **_: batches.append(of[4].sum(dim=1).tolist()))
-    data = [{"prompt": "a b c"}, {"prompt": "b c d"}, {"prompt": "c d e"}]
+    loss_fn = preceded(grpo_loss, lambda new, old, ref, advantages, mask, **settings:
+                       batches.append(mask.sum(dim=1).tolist()))
+    data = [{"prompt": "a b c"}, {"prompt": "b c d"}, {"prompt": "c d e"}]  # 3 tokens each
     _, learner = next(steps_of(
         tiny_model(initializer_range=0.15), uneven_reward, data, loss_fn=loss_fn, **UPDATE | {
             "num_generations": 8, "tokens_per_micro_batch": budget, "max_completion_length": 12}))
     lengths = learner.rollout.completion_mask.sum(dim=1).tolist()
     assert sum(batches, []) == sorted(lengths, reverse=True)
     assert min(lengths) < 4 and max(lengths) == 12
-    for batch, following in zip(batches, batches[1:] + [[0]]):
-        assert len(batch) == 1 or len(batch) * (3 + batch[0]) <= budget
-        assert batch[-1] >= batch[0] / 2
+    for some, following in zip(batches, batches[1:] + [[0]]):
+        assert len(some) == 1 or len(some) * (3 + some[0]) <= budget
+        assert some[-1] >= some[0] / 2
         # It ends only where it has to.
-        assert (len(batch) + 1) * (3 + batch[0]) > budget or following[0] < batch[0] / 2
+        assert (len(some) + 1) * (3 + some[0]) > budget or following[0] < some[0] / 2
 
 
 @cases("settings, by_hand", {
@@ -1128,6 +1144,10 @@ def test_train_mode_disturbs_neither_sampling_nor_training(family, settings, by_
     for model in (plain, other):
         go(model=model, steps=2, reward=uneven_reward, learning_rate=1e-3, **settings)
     assert (weights_of(plain) - weights_of(other)).norm() < 1e-3 * weights_of(plain).norm()
+    other.train().lm_head = None
+    with pytest.raises(TypeError):
+        sampled(other)
+    assert other.training  # even then
 
 
 def test_gradient_checkpointing_computes_layers_in_the_backward_pass_once_more():
@@ -1169,19 +1189,22 @@ def test_dynamic_sampling_replaces_flat_groups():
         near(learner.advantages, group_advantages(learner.rewards))
         assert metrics["zero_variance_fraction"] == 0 and metrics["sampler_gap"] < 1e-5
     assert metrics["questions_seen"] > 8
-    for letters, drawn in {"ad": 8, "eb": 2}.items():  # three tries in vain, and none needed
+    for letters, drawn in {"ad": 8, "eb": 2}.items():  # 2 + 3 tries of 2, all flat; none is
         data = [{"prompt": letter} for letter in letters]
         step = go(reward=uneven_reward, data=data, steps=1, dynamic_sampling=3)[0]
         assert step["questions_seen"] == drawn
 
 
 # --- Precision: bfloat16 over float32 masters, here on the CPU ---
-def test_master_weights_take_steps_that_bfloat16_cannot():
+def test_masters_take_steps_and_add_up_gradients_that_bfloat16_cannot():
     model = tiny_model()
     frozen = model.model.norm.weight.requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     before = parameters_to_vector(trained).detach()
-    *_, (metrics, learner) = steps_of(model, bf16=True, steps=3, warmup_steps=0, learning_rate=1e-6)
+    added = []  # this hook is called before the training's own, which frees the gradient
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda p: added.append(p.grad))
+    *_, (metrics, learner) = steps_of(model, bf16=True, steps=3, warmup_steps=0, max_grad_norm=1e9,
+                                      learning_rate=1e-6, tokens_per_micro_batch=1)
     assert metrics["sampler_gap"] < 0.1
     assert frozen.dtype == torch.bfloat16 and (frozen == 1).all()
     after = parameters_to_vector(learner.weights)
@@ -1192,6 +1215,10 @@ def test_master_weights_take_steps_that_bfloat16_cannot():
     seen = after.bfloat16() != before.bfloat16()
     assert moved[learns].double().mean() > 0.8  # most of the masters have moved
     assert seen[learns].double().mean() < 0.1  # and in bfloat16 hardly any
+    # The gradients of the last step's 8 answers are in bfloat16, and add up in float32.
+    assert {gradient.dtype for gradient in added} == {torch.bfloat16}
+    near(learner.weights[-1].grad, torch.stack(added[-8:]).float().sum(dim=0), 1e-6)
+    assert all(parameter.grad is None for parameter in model.parameters())
     # Positions are angles, kept in a buffer that bfloat16 would spoil.
     angles = tiny_model().model.rotary_emb.inv_freq
     for network in (model, learner.reference):
@@ -1199,30 +1226,20 @@ def test_master_weights_take_steps_that_bfloat16_cannot():
         assert {parameter.dtype for parameter in network.parameters()} == {torch.bfloat16}
 
 
-def test_gradients_in_bfloat16_add_up_in_float32():
-    model = tiny_model()
-    added = []
-    # This hook is called before the training's own, which frees the gradient.
-    model.lm_head.weight.register_post_accumulate_grad_hook(lambda p: added.append(p.grad))
-    _, learner = next(steps_of(model, bf16=True, max_grad_norm=1e9, tokens_per_micro_batch=1))
-    assert len(added) == 8 and added[0].dtype == torch.bfloat16
-    near(learner.weights[-1].grad, torch.stack(added).float().sum(dim=0), 1e-6)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 # --- What is refused, and what the error says ---
-WHOLE = [-1, 1.5, "2", None, NAN]
-REAL = [-0.1, NAN, INF, "0.1"]
+FITS = "a " * 56  # 56 tokens: with a cap of 8 they just fill the context of 64
+NOT_WHOLE = [-1, 1.5, "2", None, NAN]
+NOT_REAL = [-0.1, NAN, INF, "0.1"]
 
 
 @pytest.mark.parametrize("names, values", {  # settings, and values that none of them may have
-    "num_generations": [1, 0, *WHOLE],
-    "prompts_per_step max_completion_length steps num_iterations": [0, *WHOLE],
-    "num_mini_batches tokens_per_micro_batch": [0, *WHOLE],
-    "warmup_steps dynamic_sampling seed save_steps": WHOLE,
-    "temperature max_grad_norm": [0, None, *REAL],
-    "learning_rate beta epsilon entropy_bonus": [None, *REAL],
-    "epsilon_high": REAL,
+    "num_generations": [1, 0, *NOT_WHOLE],
+    "prompts_per_step max_completion_length steps num_iterations": [0, *NOT_WHOLE],
+    "num_mini_batches tokens_per_micro_batch": [0, *NOT_WHOLE],
+    "warmup_steps dynamic_sampling seed save_steps": NOT_WHOLE,
+    "temperature max_grad_norm": [0, None, *NOT_REAL],
+    "learning_rate beta epsilon entropy_bonus": [None, *NOT_REAL],
+    "epsilon_high": NOT_REAL,
     "loss_type scale_rewards lr_scheduler_type kl_penalty_type": ["bnpo", None],
 }.items())
 def test_impossible_settings_are_refused_at_once(names, values):
@@ -1232,7 +1249,9 @@ def test_impossible_settings_are_refused_at_once(names, values):
                 GRPOConfig(**{name: value})
 
 
-def test_settings_may_stand_at_the_edge():
+def test_what_stands_at_the_edge_is_taken():
+    for family in ("qwen2", "gemma3"):  # gemma3 has its context in a config within its config
+        sampled(family_model(family), prompts=[FITS], G=1)
     GRPOConfig(epsilon=1.5, epsilon_high=0, prompts_per_step=4, num_mini_batches=4)
     GRPOConfig(num_generations=2, prompts_per_step=1, max_completion_length=1, steps=1,
                warmup_steps=0, learning_rate=0, beta=0, epsilon=0, save_steps=0)
@@ -1247,10 +1266,6 @@ def train_quantized():
     go(model=model)
 
 
-FITS = "a " * 56  # tokens; with a cap of 8 the context of 64 is full
-IDS = torch.tensor([[6, 7, 8, 9]])
-
-
 @pytest.mark.parametrize("said, call", {  # what is said: a call
     "finite rewards, got .*nan": lambda: group_advantages(numbers("0.5 nan")),
     r"2 or more finite rewards, got tensor.\[1": lambda: group_advantages(t64([1])),
@@ -1258,20 +1273,22 @@ IDS = torch.tensor([[6, 7, 8, 9]])
     "(?s)finite rewards, got .* inf": lambda: group_advantages(t64([[0.5, 1], [INF, 1]])),
     "'bnpo', and must be": lambda: grpo_loss(*batch(), loss_type="bnpo"),
     "'dr_grpo' needs max_completion_length": lambda: grpo_loss(*batch(), loss_type="dr_grpo"),
-    "beta is 0.07": lambda: grpo_loss(P_02, P_02, None, t64([1]), P_02 < 0, beta=0.07),
+    "beta is 0.07": lambda: grpo_loss(P_02, P_02, None, t64([1]), ONE, beta=0.07),
     "'k4'; it is": lambda: kl_estimate(P_02, P_04, "k4"),
     "'column', and must be": lambda: group_scale(BOOK, "column"),
     "num_generations 0": lambda: sampled(tiny_model(), G=0),
     "completion_length 0 must": lambda: sampled(tiny_model(), max_completion_length=0),
     "temperature -0.1 at": lambda: sampled(tiny_model(), temperature=-0.1),
+    "temperature nan at": lambda: sampled(tiny_model(), temperature=NAN),
     "one or more prompts, got .]": lambda: sampled(tiny_model(), prompts=[]),
     "one or more prompts, got 'a b'": lambda: sampled(tiny_model(), prompts="a b"),
     "prompt 1 has no tokens": lambda: sampled(tiny_model(), prompts=["a", ""]),
     "57 .* 8 .* context of 64": lambda: sampled(tiny_model(), prompts=["a", FITS + "a"]),
     "58 .* 8 .* context of 64": lambda: sampled(family_model("gemma3"), prompts=[FITS + "a a"]),
-    "temperature 0, completion_length 2": lambda: token_logprobs(tiny_model(), IDS, IDS, 2, 0),
-    "completion_length 0 and": lambda: token_logprobs(tiny_model(), IDS, IDS, 0),
-    "leaves for the prompt, 0, must": lambda: token_logprobs(tiny_model(), IDS, IDS, 4),
+    "temperature nan, compl": lambda: token_logprobs(tiny_model(), IDS, IDS > 0, 2, NAN),
+    "temperature 0, compl": lambda: token_logprobs(tiny_model(), IDS, IDS > 0, 2, 0),
+    "completion_length 0 and": lambda: token_logprobs(tiny_model(), IDS, IDS > 0, 0),
+    "leaves for the prompt, 0, must": lambda: token_logprobs(tiny_model(), IDS, IDS > 0, 4),
     "lm_head.weight is torch.int8.*quantized": train_quantized,
     "num_mini_batches is 5": lambda: GRPOConfig(prompts_per_step=4, num_mini_batches=5),
     "kl_penalty_type 'mse'": lambda: GRPOConfig(beta=0, kl_penalty_type="mse"),
@@ -1362,7 +1379,7 @@ def own_handler():
     "ctrl-c while the caller is busy": ("between", [1], ctrl_c, None, None, 3),
     "the caller's evaluation fails": ("between", [2], fail, RuntimeError, LOST, 4),
     "the second update fails": (GRADIENT, [2], fail, RuntimeError, LOST, 2),
-    "no lack of memory": (EMBED, EVERY, fail, RuntimeError, LOST, 2),
+    "another error than lack of memory": (EMBED, EVERY, fail, RuntimeError, LOST, 2),
     "hopelessly out of memory": (EMBED, EVERY, no_memory, torch.OutOfMemoryError, HOPELESS, 2),
     "disk full": (WRITE, [1], save_half(OSError(28, "No space left on device")), OSError, FULL, 2),
     "killed while writing": (WRITE, [1], save_half(Killed), Killed, None, 2),
@@ -1373,10 +1390,10 @@ def own_handler():
 def test_a_broken_run_goes_on_as_if_nothing_had_happened(
         place, in_calls, happens, error, says, saved, run, folders, tmp_path, monkeypatch,
         own_handler, capsys):
-    whole, left = folders[run]
+    whole, begun = folders[run]
     folder = tmp_path / "run"
-    shutil.copytree(left, folder)
-    run = {"resume": True, "reward": noisy_reward, "between": untimed} | RUNS[run]
+    shutil.copytree(begun, folder)
+    run = {"resume": True, "reward": noisy_reward, "between": lambda metrics: None} | RUNS[run]
     broken = run | {"model": tiny_model()}
     ends = pytest.raises(error, match=says) if error else contextlib.nullcontext()
     with monkeypatch.context() as patch, ends:
@@ -1435,11 +1452,11 @@ MAY_CHANGE = dict(save_steps=5, gradient_checkpointing=True, tokens_per_micro_ba
        for name, value in OTHER_SETTINGS.items()},
 }.items())
 def test_another_run_is_refused_with_the_difference_named(says, other, folders):
-    left = folders["plain"][1]
-    before = result(left)
+    begun = folders["plain"][1]
+    before = result(begun)
     with pytest.raises(ValueError, match=says):
-        go(left, **{"resume": True} | NIGHT | other)
-    assert result(left) == before
+        go(begun, **{"resume": True} | NIGHT | other)
+    assert result(begun) == before
 
 
 def test_a_resumed_run_may_be_in_other_parts_and_holds_on_to_no_file(folders, tmp_path):
@@ -1470,14 +1487,9 @@ def test_a_finished_run_returns_what_it_had_logged(folders):
     trained = tiny_model()
     assert go(model=trained, steps=5) == [untimed(metrics) for metrics in history]
     assert torch.equal(weights_of(model), weights_of(trained))
-
-
-def test_a_checkpoint_holds_numbers_and_text(folders):
-    path = folders["dynamic, in bfloat16"][0] / "checkpoint.safetensors"
-    with safetensors.safe_open(path, "pt") as saved:
-        json.loads(saved.metadata()["json"])
-        # The masters, although the model computes in bfloat16.
-        assert {saved.get_tensor(name).dtype for name in saved.keys()} == {torch.float32}
+    loaded = tiny_model()
+    assert grpo.load_weights(whole, loaded) == 5
+    assert torch.equal(weights_of(loaded), weights_of(trained))
 
 
 def test_in_another_thread_ctrl_c_is_not_touched(own_handler):
@@ -1539,7 +1551,7 @@ def test_out_of_memory_does_the_same_in_smaller_parts(place, tries, settings, ca
 # --- Numbers that are not finite: two updates in a row are skipped, the third ends the run ---
 @cases("spoil", {
     "the loss is nan": lambda loss: loss * NAN, "the loss is inf": lambda loss: loss + INF,
-    "the gradient is not": lambda loss: loss + (loss - loss.detach()).sqrt(),  # the root at 0
+    "the gradient is nan": lambda loss: loss + (loss - loss.detach()).sqrt(),  # the root at 0
 })
 def test_two_failures_in_a_row_are_forgiven_and_a_third_is_not(spoil, tmp_path, capsys):
     model = ending_model(-100.0)
@@ -1560,7 +1572,7 @@ def test_two_failures_in_a_row_are_forgiven_and_a_third_is_not(spoil, tmp_path, 
         stands_still = torch.equal(weights[step], weights[step - 1])
         assert stands_still == bool(metrics["skipped_updates"]) == (step in (2, 3, 5, 6))
     assert torch.equal(weights_of(model), weights[4])
-    # Mended, it goes on from the last checkpoint.
+    # Mended, it goes on from the last checkpoint, that of step 6.
     rest = go(tmp_path, model=ending_model(-100.0), save_steps=2, steps=8, resume=True)
     assert [metrics["skipped_updates"] for metrics in rest] == [0, 0]
 
@@ -1570,13 +1582,13 @@ def test_the_question_that_broke_an_update_is_named(tmp_path, capsys):
     word = TOKENIZER("x")["input_ids"][0]
     model.get_decoder().embed_tokens.weight.data[word] = NAN
     model.lm_head.bias.data[word] = -100.0  # no answer to another question has an x in it
-    for letters in ("abxd", "dxba"):  # in one at least, x is not the first
+    for letters in ("abxd", "dxba"):  # in one at least, x is not asked first
         data = [{"prompt": letter} for letter in letters]
         run = dict(folder=tmp_path / letters, data=data, prompts_per_step=4, steps=1, model=model)
         go(**run)
         assert "the loss is nan, because of an answer to 'x'" in capsys.readouterr().out
         assert result(tmp_path / letters)[1][0]["skipped_updates"] == 1
-        go(**run, resume=True)  # Adam has nothing to remember yet, and that is fine
+        go(**run, resume=True)  # a checkpoint from before the first update is one, too
 
 
 # --- The reward's contract, both ways ---
@@ -1633,6 +1645,7 @@ LONG_ROWS = [{"prompt": "a " * 59}, {"prompt": "a " * 60}] * 2  # 59 + 5 tokens 
     "empty prompts": ([ROW, {"prompt": ""}, {"prompt": None}, {"prompt": []}],
                       r"3 of 4 .*lack a prompt.*\[1, 2, 3\]"),
     "a chat among strings": ([ROW, CHAT, ROW], "2 of 3 prompts are strings, and the others"),
+    "a column too few": ([ROW | {"n": 1}, ROW], r"other columns.*\[1\]"),
     "a column too many": ([ROW, ROW | {"n": 1}], r"other columns.*\[1\]"),
     "blanks": ([ROW] * 1000 + [{"prompt": "  "}], "prompt 1000 has no tokens"),
     "too long": ([ROW] * 1000 + LONG_ROWS,
@@ -1676,7 +1689,7 @@ def test_every_step_of_every_seed_draws_afresh_and_nothing_else_decides():
     for seed in (0, 1, 1):
         go(reward=reward, data=QUESTIONS[:1], steps=3, seed=seed, learning_rate=0.0)
         noisy_reward([], ["a"])  # the caller draws as well
-    assert len(answers) == len(rewards) == 6
+    assert len(answers) == len(rewards) == 6  # two seeds, three steps
 
 
 # --- Steps at the edge ---
@@ -1702,7 +1715,7 @@ def test_steps_at_the_edge(logit, run, wanted, loss_type, tmp_path):
     before = weights_of(model)
     go(tmp_path, model=model, steps=2, loss_type=loss_type, **run)
     for metrics in result(tmp_path)[1]:
-        assert metrics == metrics | wanted | {"skipped_updates": 0}
+        assert metrics == metrics | wanted | {"skipped_updates": 0}  # all of wanted is in it
     if "grad_norm" in wanted:  # no lesson, and no weight decay either
         assert torch.equal(weights_of(model), before)
 
@@ -1711,10 +1724,10 @@ def test_steps_at_the_edge(logit, run, wanted, loss_type, tmp_path):
 GOOD_LINE = json.dumps({"question": "How many?", "answer": "6*3=<<6*3=18>>18\n#### 1,018"})
 
 
-@pytest.mark.parametrize("text, answer, strict, lenient", [  # lenient: any last number counts
+@pytest.mark.parametrize("text, answer, strict, lenient", [  # lenient: the last number, unboxed
     (r"so \boxed{1,000}", "1000", True, True), ("so it is 1,000.", "1000", False, True),
     ("18 dollars, that is $18.", "18", False, True), ("from 5 to -3", "-3", False, True),
-    (r"the number is 7, so \boxed{8}", "7", False, False), ("no idea", "7", False, False),
+    (r"so \boxed{8}, or 7", "7", False, False), ("no idea", "7", False, False),
     ("", "7", False, False),
 ])
 def test_strict_and_lenient(text, answer, strict, lenient):
@@ -1741,13 +1754,13 @@ def test_gsm8k_is_read_and_its_solutions_earn_everything(tmp_path):
     chat = [{"role": "assistant", "content": r"18, so \boxed{1018}"}]
     # TRL calls a reward with more than we do.
     of_trl = {"completion_ids": [[1], [2]], "trainer_state": None, "log_metric": print}
-    rewards = gsm8k_demo.boxed_reward(None, [chat, "1018"], ["1,018", "1,018"], **of_trl)
-    assert rewards == [1.5, 0.0]
+    rewards = gsm8k_demo.boxed_reward(None, [chat, "1018", r"\boxed{1}"], ["1,018"] * 3, **of_trl)
+    assert rewards == [1.5, 0.0, 0.5]
 
 
 @pytest.mark.parametrize("line, said", {  # line: what the error names
     '{"question": "x", "answ': "line 2", '{"question": "x"}': "line 2", "[1]": "line 2",
-    '{"question": "x", "answer": "18"}': "####", '{"question": "x", "answer": "#### "}': "####",
+    '{"question": "x", "answer": "18"}': "####", '{"question": "x", "answer": "1\\n#### "}': "####",
     '{"question": " ", "answer": "1\\n#### 1"}': "question",
 }.items())
 def test_a_broken_line_of_data_is_named(line, said, tmp_path):
@@ -1782,7 +1795,7 @@ def run_demo(monkeypatch, flags, *more):
     "--rehearsal --resume": "--output", "--rehearsal --resume --output no/such": "such",
     "--data nowhere --model x": "nowhere",
 }.items())
-def test_wrong_flags_end_in_one_clear_line(flags, said, monkeypatch, tmp_path):
+def test_wrong_flags_end_in_a_clear_message(flags, said, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=said):
         run_demo(monkeypatch, flags)
@@ -1790,8 +1803,8 @@ def test_wrong_flags_end_in_one_clear_line(flags, said, monkeypatch, tmp_path):
 
 
 def test_errors_that_are_not_ours_keep_their_traceback(monkeypatch, tmp_path):
-    monkeypatch.setattr(gsm8k_demo, "rehearsal", fail)
-    with pytest.raises(RuntimeError, match=LOST):
+    monkeypatch.setattr(gsm8k_demo, "rehearsal", Mock(side_effect=ValueError("of a library")))
+    with pytest.raises(ValueError, match="of a library"):
         run_demo(monkeypatch, "--rehearsal --output", tmp_path / "run")
 
 
@@ -1804,7 +1817,7 @@ def test_random_weights_measure_a_few_steps(monkeypatch, tmp_path, capsys):
              tmp_path / "run")
     lengths = [metrics["completion_length"] for metrics in grpo.read_metrics(tmp_path / "run")]
     assert len(lengths) == 5
-    assert 15 < sum(lengths) / 5 < 26  # both end tokens count, and one of them is raised
+    assert 15 < sum(lengths) / 5 < 26  # at even chances, either end token would take 48
     printed = capsys.readouterr().out
     for words in ("sampling", "scoring", "update", "tokens a second", "GB", "Nothing was learned"):
         assert words in printed
@@ -1814,7 +1827,7 @@ def test_random_weights_measure_a_few_steps(monkeypatch, tmp_path, capsys):
 def test_any_text_prints_under_any_code_page():
     program = """if True:
         import atexit, runpy
-        atexit.register(print, chr(0x2588), chr(0x4E2D))  # as a curve, or a model, may
+        atexit.register(print, chr(0x2588), chr(0x4E2D))  # the curves, and models, print such
         runpy.run_path("gsm8k_demo.py", run_name="__main__")"""
     done = subprocess.run(
         [sys.executable, "-c", program, "--nonsense"], cwd=Path(grpo.__file__).parent,
@@ -1833,54 +1846,41 @@ def base():
 
 def test_test_problems_are_held_out(base):
     words = "|".join([*gsm8k_demo.NAMES, *gsm8k_demo.THINGS])
-    # What is left are the kind of problem and its numbers, whoever has whatever.
+    # Whoever has whatever: the kind of problem and its numbers are left.
     learned, tested = [
         {re.sub(words, "_", example["prompt"][-1]["content"]) for example in data}
         for data in base[2:]]
     assert not learned & tested and len(tested) >= 256
 
 
-def learn(base, reward):
-    """Sampled accuracy before and after 20 steps, and the metrics."""
-    model, tokenizer, train_data, test_data = base
-    model = copy.deepcopy(model)
-    few = test_data.select(range(128))
-    settings = gsm8k_demo.REHEARSAL | {"steps": 20}
-    settings.pop("eval_questions")
-    before = gsm8k_demo.evaluate(model, tokenizer, few, 28, sampled=True)
-    history = train(model, tokenizer, train_data, reward, GRPOConfig(**settings))
-    after = gsm8k_demo.evaluate(model, tokenizer, few, 28, sampled=True)
-    return before["sampled_accuracy"], after["sampled_accuracy"], history
-
-
 def rewards_of_another_question(prompts, completions, answer, **columns):
     """The same rewards, given to the wrong answers: those of the group before."""
     rewards = gsm8k_demo.boxed_reward(prompts, completions, answer)
-    return rewards[-8:] + rewards[:-8]
+    return rewards[-8:] + rewards[:-8]  # there are 8 answers in a group
 
 
-def test_the_rehearsal_learns_from_its_rewards_and_from_nothing_else(base):
-    before, after, history = learn(base, gsm8k_demo.boxed_reward)
-    assert before < 0.35 and after > 0.8, (before, after)
-    assert history[-1]["reward_mean"] > history[0]["reward_mean"] + 0.4
-    # At each first update pi_theta is pi_old: the loss is the KL's alone, and the clip sleeps.
-    assert history[0]["loss"] == pytest.approx(0, abs=1e-6)
-    for metrics in history:
-        assert metrics["clip_fraction"] == 0 and metrics["sampler_gap"] < 1e-5
-    _, after, _ = learn(base, rewards_of_another_question)
-    assert after < 0.6, after
+@pytest.mark.parametrize("reward, least, most", [
+    (gsm8k_demo.boxed_reward, 0.8, 1.0), (rewards_of_another_question, 0.0, 0.6)])
+def test_the_rehearsal_learns_from_its_rewards_and_from_nothing_else(reward, least, most, base):
+    model, tokenizer, train_data, test_data = copy.deepcopy(base)
+    settings = gsm8k_demo.REHEARSAL | {"steps": 20}
+    settings.pop("eval_questions")
+    few = test_data.select(range(128))
+    before = gsm8k_demo.evaluate(model, tokenizer, few, 28, sampled=True)["sampled_accuracy"]
+    train(model, tokenizer, train_data, reward, GRPOConfig(**settings))
+    after = gsm8k_demo.evaluate(model, tokenizer, few, 28, sampled=True)["sampled_accuracy"]
+    assert before < 0.35 and least <= after <= most, (before, after)
 
 
 def test_evaluation_leaves_the_random_stream_alone_and_halves_its_batch(base):
-    model, tokenizer, _, test_data = base
+    model, tokenizer, _, test_data = copy.deepcopy(base)
     some = list(test_data.select(range(8)))
     state = torch.get_rng_state()
     whole = gsm8k_demo.evaluate(model, tokenizer, some, 28, sampled=True)
     assert torch.equal(state, torch.get_rng_state())
     assert whole["questions"] == 8
-    handle = model.get_input_embeddings().register_forward_pre_hook(small_card)
+    model.get_input_embeddings().register_forward_pre_hook(small_card)
     assert gsm8k_demo.evaluate(model, tokenizer, some, 28, sampled=True) == whole
-    handle.remove()
 
 
 def test_the_demo_from_flags_to_files(base, tmp_path, monkeypatch, capsys):
@@ -1894,7 +1894,6 @@ def test_the_demo_from_flags_to_files(base, tmp_path, monkeypatch, capsys):
         assert words in printed
     whole = json.loads((folder / "results.json").read_text())
     assert whole["before"]["questions"] == whole["after"]["questions"] == 16
-    assert len(whole["after"]["interval"]) == 2 and whole["seconds"] > 0
     assert json.loads((folder / "settings.json").read_text())["steps"] == 4
     samples = (folder / "samples.jsonl").read_text().splitlines()
     assert {json.loads(line)["step"] for line in samples} == {0, 1, 2, 4}
@@ -1941,7 +1940,7 @@ def test_every_mistake_can_be_made_and_is_gone_afterwards(mistake, base, healthy
         assert figures != pytest.approx(right, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("mistake, steps, figure, least, most", [  # not so the healthy run
+@pytest.mark.parametrize("mistake, steps, figure, least, most", [
     ("sign of loss", 8, "reward_mean", 0.0, 0.6),
     ("box alone", 8, "zero_variance_fraction", 0.8, 1.0),
     ("targets not shifted", 1, "sampler_gap", 5.0, 20.0),
@@ -1990,10 +1989,3 @@ def test_the_readmes_script_for_several_gpus_is_python_and_has_our_settings():
     assert f"max_steps={config.steps}," in block
     assert "8, gradient_accumulation_steps=32 // gpus" in block
     assert config.prompts_per_step * config.num_generations == 8 * 32
-
-
-def test_ci_finds_the_readmes_test_command():
-    script = Path(__file__).parent / ".ci/run"
-    pattern = re.search(r"grep -m 1 '(.*?)' README.md", script.read_text())[1]
-    [command] = re.findall(f"{pattern}.*$", README, re.M)
-    assert command.endswith("python -m pytest -q test_grpo.py")
