@@ -74,6 +74,7 @@ import re
 import signal
 import threading
 import time
+import zlib
 from dataclasses import asdict, dataclass, field
 from numbers import Real
 from typing import Optional
@@ -629,14 +630,17 @@ def write_answers(model, prompt_ids, prompt_mask, uniforms, end_ids, temperature
     device = prompt_ids.device
     completions = torch.zeros(N, T, dtype=torch.long, device=device)
     completion_mask = torch.zeros(N, T, dtype=torch.bool, device=device)
-    logprobs = torch.zeros(N, T, device=device)
+    logprobs = torch.zeros(N, T, dtype=torch.float32, device=device)
 
     # Read each prompt once. Only the last column's logits are kept: they say what comes next.
     positions = position_ids(prompt_mask)  # (B, P)
     out = model(input_ids=prompt_ids, attention_mask=prompt_mask, position_ids=positions,
                 use_cache=True, logits_to_keep=1)
     rows = torch.arange(B, device=device).repeat_interleave(N // B)  # (N,) 0 0 0 1 1 1 ...
-    cache = out.past_key_values
+    cache = getattr(out, "past_key_values", None)
+    if cache is None:
+        raise ValueError(f"{type(model).__name__} returns no cache of keys and values, and cannot "
+                         f"be sampled from here")
     cache.reorder_cache(rows)  # B rows of keys and values become N
     logits = out.logits[rows, -1]  # (N, V)
     last_position = positions[rows, -1:]  # (N, 1) of the token written last
@@ -717,7 +721,7 @@ def sample_groups(model, tokenizer, prompts, num_generations, *, max_completion_
     # All random numbers are drawn beforehand, one for each place of each row, so that a row's
     # sample does not depend on which other rows are still being written. In 64 bits, since a sum
     # of 150,000 float32 terms loses the small ones; Apple's GPUs have only 32.
-    uniforms = torch.rand(B * G, cap, dtype=torch.float64)
+    uniforms = torch.rand(B * G, cap, dtype=torch.float64, device="cpu")
     if device.type == "mps":
         uniforms = uniforms.float()
 
@@ -1062,7 +1066,7 @@ class Learner:
     hooks: list  # what has to be removed from the model when the run is over
     at_once: dict  # how many "prompts" are sampled, and "tokens" scored, at once
     questions_seen: int = 0
-    failed: int = 0  # updates in a row that were skipped because a number was not finite
+    failed: int = 0  # steps in a row without an update, because numbers were not finite
     # The last step, for whoever watches the run: its B examples (rows of the data set) and answers.
     examples: Optional[list] = None
     rollout: Optional[Rollout] = None
@@ -1110,7 +1114,6 @@ def make_learner(model, config):
                              f"be trained: load it without quantization")
     parameters = []
     weights = []
-    hooks = []
     for parameter in model.parameters():
         wide = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
         # Only parameters are cast. `model.to(torch.bfloat16)` would round a buffer as well, the
@@ -1119,8 +1122,6 @@ def make_learner(model, config):
         if parameter.requires_grad:
             parameters.append(parameter)
             weights.append(wide if in_bf16 else parameter)
-            if in_bf16:
-                hooks.append(add_gradients_to_master(parameter, wide))
     reference = None
     if config.beta > 0:
         reference = copy.deepcopy(model).eval().requires_grad_(False)
@@ -1135,6 +1136,10 @@ def make_learner(model, config):
     if model.device.type == "cuda":
         fused = True
     optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=0.0, fused=fused)
+    hooks = []  # at the end: had the memory run out above, they would have stayed on the model
+    if in_bf16:
+        for parameter, weight in zip(parameters, weights):
+            hooks.append(add_gradients_to_master(parameter, weight))
     at_once = {"prompts": config.prompts_per_step, "tokens": config.tokens_per_micro_batch}
     return Learner(model, reference, parameters, weights, optimizer, hooks, at_once)
 
@@ -1172,8 +1177,9 @@ def grade(reward_fn, examples, rollout, num_generations):
     name = f"reward function {getattr(reward_fn, '__name__', reward_fn)}"
     columns = {}
     for key in examples[0]:
-        # Each example G times in a row, in the order of the rollout's rows.
-        columns[key] = [example[key] for example in examples for _ in range(G)]
+        # Each example G times in a row, in the order of the rollout's rows. Copies: a reward that
+        # writes into what it is given must not change the data set.
+        columns[key] = [copy.deepcopy(example[key]) for example in examples for _ in range(G)]
     prompts = columns.pop("prompt")
     completions = list(rollout.texts)
     if not isinstance(prompts[0], str):
@@ -1232,7 +1238,7 @@ def score(learner, model, rollout, rows, config):
     T = rollout.completion_mask.shape[1]
 
     def work(budget):
-        model.eval()  # with dropout it would be another policy
+        turn_off_dropout(model)  # exactly as in the update
         logprobs = torch.zeros_like(rollout.logprobs)  # (N, T)
         for some in micro_batches(rollout, rows, budget):
             logprobs[some] = token_logprobs(
@@ -1358,7 +1364,7 @@ def mini_batches(config):
     """The rows of each update of a step. Every pass has all groups, shuffled anew."""
     G = config.num_generations
     for _ in range(config.num_iterations):
-        order = torch.randperm(config.prompts_per_step)
+        order = torch.randperm(config.prompts_per_step, device="cpu")
         for groups in order.tensor_split(config.num_mini_batches):
             yield [group * G + i for group in groups.tolist() for i in range(G)]
 
@@ -1368,7 +1374,8 @@ def update(learner, rollout, advantages, ref_logprobs, config, loss_fn=grpo_loss
 
     Advantages (N,), log-probs of the reference (N, T) or None. Returns metrics: means over the
     tokens that were learned from (0 if there were none), or over the updates. An update whose
-    numbers are not finite is skipped; the third in a row raises FloatingPointError.
+    numbers are not finite is skipped; the third step in a row without any other raises
+    FloatingPointError.
     """
     batch = Batch(rollout, rollout.completion_mask, advantages, ref_logprobs)
     if config.mask_truncated_completions:
@@ -1395,13 +1402,14 @@ def update(learner, rollout, advantages, ref_logprobs, config, loss_fn=grpo_loss
             norms.append(move_weights(learner, config.max_grad_norm))
         except FloatingPointError as error:
             skipped += 1
-            learner.failed += 1
-            tqdm.write(f"update skipped, {learner.failed} in a row: {error}")
-            if learner.failed == 3:
-                raise
+            tqdm.write(f"update skipped: {error}")
+            reason = str(error)  # the error itself would hold on to tensors
             continue
-        learner.failed = 0
         results += found
+    # One bad question spoils all updates of its step, so it is steps that are counted.
+    learner.failed = 0 if norms else learner.failed + 1
+    if learner.failed == 3:
+        raise FloatingPointError(f"three steps in a row without an update; the last: {reason}")
 
     tokens = sum(result["tokens"] for result in results)
     metrics = {}
@@ -1520,7 +1528,7 @@ def question_stream(examples, learner, seed):
         epoch, place = divmod(learner.questions_seen, len(examples))
         # A large prime, so that the epochs of one seed are not those of the next.
         shuffle = torch.Generator().manual_seed(seed + 1_000_003 * epoch)
-        order = torch.randperm(len(examples), generator=shuffle).tolist()
+        order = torch.randperm(len(examples), generator=shuffle, device="cpu").tolist()
         for i in order[place:]:
             learner.questions_seen += 1
             yield examples[i]
@@ -1566,11 +1574,12 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
                 saves = output_dir and config.save_steps > 0
                 if output_dir:
                     write_metrics(output_dir, metrics)
-                if saves and (step % config.save_steps == 0 or step == config.steps):
+                is_last = bool(interrupted) or step == config.steps
+                if saves and (is_last or step % config.save_steps == 0):
                     save_checkpoint(output_dir, step, learner, run)
                 yield metrics, learner
                 if interrupted:
-                    if saves:
+                    if saves and not is_last:  # Ctrl-C came while the caller was busy
                         save_checkpoint(output_dir, step, learner, run)
                     break
     finally:
@@ -1840,7 +1849,8 @@ def culprit(learner, rows, logprobs):
         if not answer.isfinite().all():
             num_generations = learner.advantages.shape[1]
             prompt = learner.examples[row // num_generations]["prompt"]
-            return f"because of an answer to {prompt!r:.200}"
+            # Escaped (!a), because a terminal that cannot show it must not end the run.
+            return f"because of an answer to {prompt!a:.200}"
     return "although all log-probs are finite; is it the loss_fn?"
 
 
@@ -1868,6 +1878,9 @@ def check_examples(examples, model, tokenizer, config):
     """Refuse a data set that would break the run sooner or later. ValueError says what helps."""
     if not examples:
         raise ValueError("the data set is empty")
+    if not hasattr(examples[0], "keys"):
+        raise ValueError(f"an example must be a dict, and the first is {examples[0]!r:.99}. Of a "
+                         f"DatasetDict take one part, like dataset['train']")
     columns = examples[0].keys()
     broken = []
     for place, example in enumerate(examples):
@@ -1896,10 +1909,20 @@ def describe_run(model, examples, config, loss_fn):
     run = asdict(config)
     for name in ("save_steps", "gradient_checkpointing", "tokens_per_micro_batch"):
         run.pop(name)
-    run["loss_fn"] = getattr(loss_fn, "__name__", str(loss_fn))
+    if config.bf16 is None:
+        run["bf16"] = computes_in_bf16(model)
+    run["loss_fn"] = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     run["examples"] = len(examples)
+    prompts = repr([example["prompt"] for example in examples])
+    run["checksum of the prompts"] = zlib.crc32(prompts.encode("utf-8", "surrogatepass"))
+    trained = 0
+    total = 0.0
+    for parameter in model.parameters():
+        trained += parameter.requires_grad
+        # In 64 bits and on the CPU, so that it is the same number on every machine.
+        total += parameter.detach().cpu().double().abs().sum().item()
+    run["trained tensors"] = trained
     # The reference is copied from the initial weights, so these have to be the same.
-    total = sum(parameter.detach().float().abs().sum().item() for parameter in model.parameters())
     run["sum of the initial weights"] = f"{total:.6e}"
     return run
 
@@ -1933,7 +1956,7 @@ def open_folder(output_dir, learner, run, resume):
 def write_metrics(output_dir, metrics):
     """One more line of metrics.jsonl."""
     with open(os.path.join(output_dir, "metrics.jsonl"), "a", encoding="utf-8") as file:
-        file.write(json.dumps(metrics) + "\n")
+        file.write(json.dumps(metrics, default=float) + "\n")
 
 
 def read_metrics(output_dir):
@@ -1952,12 +1975,15 @@ def save_checkpoint(output_dir, step, learner, run):
     path = os.path.join(output_dir, "checkpoint.safetensors")
     tensors = {}
     for i, weight in enumerate(learner.weights):
-        tensors[f"{i} weight"] = weight.detach()
+        tensors[f"{i} weight"] = weight.detach().contiguous()
         for key, value in learner.optimizer.state[weight].items():  # Adam's averages, and its count
-            tensors[f"{i} {key}"] = value
-    text = json.dumps({"step": step, "questions_seen": learner.questions_seen, "run": run})
+            tensors[f"{i} {key}"] = value.contiguous()
+    saved = {"step": step, "questions_seen": learner.questions_seen, "run": run}
+    text = json.dumps(saved, default=float)  # a setting may be one of numpy's numbers
     try:
         save_file(tensors, path + ".new", metadata={"json": text})
+        with open(path + ".new", "r+b") as file:
+            os.fsync(file.fileno())  # on the disk itself, before the old one is given up
         os.replace(path + ".new", path)
     except Exception as error:  # a full disk, in the words of whichever library met it
         if os.path.exists(path + ".new"):

@@ -41,7 +41,7 @@ import torch
 from tokenizers import models, pre_tokenizers, Tokenizer
 from torch.nn.functional import pad
 from torch.nn.utils import parameters_to_vector
-from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, CONFIG_MAPPING,
+from transformers import (AutoConfig, AutoModelForCausalLM, CONFIG_MAPPING,
                           PreTrainedTokenizerFast)
 
 sys.path.insert(0, str(Path(__file__).parent / ".ci"))
@@ -437,6 +437,7 @@ def test_a_wild_token_harms_no_other_answer(name):
     calm_slope = run_loss(name, "dapo", *tensors)[1]
     tensors[1][0, 1] -= 1000  # pi_old: the ratio is e^1000
     tensors[2][0, 2] += 3e38  # pi_ref
+    tensors[3][0] = -1e16  # the advantage
     loss, slope, metrics = run_loss(name, "dapo", *tensors)
     assert t64([loss, *metrics.values()]).isfinite().all() and slope.isfinite().all()
     assert torch.equal(slope[1:], calm_slope[1:])
@@ -573,7 +574,7 @@ def test_loss_and_gradient_are_trls(name, loss_type):
 
 
 # --- One tiny world: a tokenizer, a model of any family, a handful of questions, a way to train ---
-# transformers 5.0 knows only this older name for switching it on.
+# transformers 5.0 knows only this older name for switching checkpointing on.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 NAN = math.nan
 INF = math.inf
@@ -956,7 +957,7 @@ SCORER_PARTS = ("trunk_and_head position_ids can_share_prompts states_of_rows "
                 "states_with_shared_prompts")
 
 
-@pytest.mark.parametrize("names, arguments", {  # the last is called
+@pytest.mark.parametrize("names, arguments", {  # the last of them is called
     "extract_boxed": [EGGS], "read_number": [r"\$1{,}000"],
     "extract_boxed read_number rule_reward": [EGGS, "63.0"], "group_advantages": [BOOK],
     "clipped_surrogate": [BOOK, BOOK, BOOK[:, 0]], "k3_kl": [BOOK, BOOK],
@@ -1188,7 +1189,6 @@ def test_dynamic_sampling_replaces_flat_groups():
         near(learner.rewards.flatten(), uneven_reward(of_each_row, answers))
         near(learner.advantages, group_advantages(learner.rewards))
         assert metrics["zero_variance_fraction"] == 0 and metrics["sampler_gap"] < 1e-5
-    assert metrics["questions_seen"] > 8
     for letters, drawn in {"ad": 8, "eb": 2}.items():  # 2 + 3 tries of 2, all flat; none is
         data = [{"prompt": letter} for letter in letters]
         step = go(reward=uneven_reward, data=data, steps=1, dynamic_sampling=3)[0]
@@ -1261,8 +1261,7 @@ def test_what_stands_at_the_edge_is_taken():
 
 def train_quantized():
     model = tiny_model()
-    packed = torch.zeros(VOCABULARY, 32, dtype=torch.int8)
-    model.lm_head.weight = torch.nn.Parameter(packed, requires_grad=False)
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(48, 32).char(), requires_grad=False)
     go(model=model)
 
 
@@ -1447,6 +1446,7 @@ MAY_CHANGE = dict(save_steps=5, gradient_checkpointing=True, tokens_per_micro_ba
     "holds a run: resume it": {"resume": False},
     "there examples is 7, here 5": {"data": QUESTIONS[:5]},
     "there loss_fn is grpo_loss, here gspo_loss": {"loss_fn": gspo_loss},
+    "checksum of the prompts": {"data": QUESTIONS[::-1]},
     "initial weights is .*, here": {"model": tiny_model(seed=1)},
     **{f"there {name} is .*, here {value}$": {name: value}
        for name, value in OTHER_SETTINGS.items()},
@@ -1553,7 +1553,8 @@ def test_out_of_memory_does_the_same_in_smaller_parts(place, tries, settings, ca
     "the loss is nan": lambda loss: loss * NAN, "the loss is inf": lambda loss: loss + INF,
     "the gradient is nan": lambda loss: loss + (loss - loss.detach()).sqrt(),  # the root at 0
 })
-def test_two_failures_in_a_row_are_forgiven_and_a_third_is_not(spoil, tmp_path, capsys):
+@pytest.mark.parametrize("passes", [1, 2])
+def test_two_failed_steps_in_a_row_are_forgiven_and_a_third_is_not(spoil, passes, tmp_path, capsys):
     model = ending_model(-100.0)
     weights = [weights_of(model)]
 
@@ -1561,19 +1562,19 @@ def test_two_failures_in_a_row_are_forgiven_and_a_third_is_not(spoil, tmp_path, 
         loss, metrics = grpo_loss(*args, **kwargs)
         return spoil(loss), metrics
 
-    loss_fn = preceded(grpo_loss, broken_loss, [2, 3, 5, 6, 7])  # one call an update, with few rows
-    with pytest.raises(FloatingPointError):
-        go(tmp_path, model=model, loss_fn=loss_fn, save_steps=2, steps=8,
-           between=lambda _: weights.append(weights_of(model)))
-    said = re.findall("update skipped, (.) in a row", capsys.readouterr().out)
-    assert said == ["1", "2", "1", "2", "3"]
+    calls = [call for call in range(1, 99) if 1 + (call - 1) // passes in (2, 3, 5, 6, 7)]
+    run = {"num_iterations": passes, "save_steps": 2, "steps": 8}
+    with pytest.raises(FloatingPointError, match="three steps in a row"):
+        go(tmp_path, model=model, loss_fn=preceded(grpo_loss, broken_loss, calls),
+           between=lambda _: weights.append(weights_of(model)), **run)
+    assert capsys.readouterr().out.count("update skipped") == 5 * passes
     for metrics in result(tmp_path)[1]:
         step = metrics["step"]
         stands_still = torch.equal(weights[step], weights[step - 1])
         assert stands_still == bool(metrics["skipped_updates"]) == (step in (2, 3, 5, 6))
     assert torch.equal(weights_of(model), weights[4])
     # Mended, it goes on from the last checkpoint, that of step 6.
-    rest = go(tmp_path, model=ending_model(-100.0), save_steps=2, steps=8, resume=True)
+    rest = go(tmp_path, model=ending_model(-100.0), resume=True, **run)
     assert [metrics["skipped_updates"] for metrics in rest] == [0, 0]
 
 
@@ -1625,6 +1626,9 @@ def test_a_reward_function_is_called_as_trl_calls_one(chats):
     assert sorted(received["end"][::4]) == [1, 3, 5]
     assert received["end"] == np.repeat(received["end"][::4], 4).tolist()
     assert received["prompts"] == [say("user", "a b c"[:end]) for end in received["end"]]
+    if chats:
+        received["prompts"][0].clear()
+        assert all(row["prompt"] for row in data)  # what it is given are copies
     # The ids with the end token, if it came before the cap of 5, and the texts without.
     assert any(ids[-1] in (END, EOS) for ids in received["completion_ids"])
     for ids, completion in zip(received["completion_ids"], received["completions"]):
@@ -1640,10 +1644,9 @@ LONG_ROWS = [{"prompt": "a " * 59}, {"prompt": "a " * 60}] * 2  # 59 + 5 tokens 
 
 
 @cases("data, says", {
-    "empty": ([], "data set is empty"),
+    "nothing": ([], "data set is empty"), "split": ({"train": []}, "take one part"),
     "no prompt": ([{"answer": "c"}] * 2, r"2 of 2 examples lack a prompt.*\[0, 1\]"),
-    "empty prompts": ([ROW, {"prompt": ""}, {"prompt": None}, {"prompt": []}],
-                      r"3 of 4 .*lack a prompt.*\[1, 2, 3\]"),
+    "empty": ([ROW, {"prompt": ""}, {"prompt": None}, {"prompt": []}], r"3 of 4 .*\[1, 2, 3\]"),
     "a chat among strings": ([ROW, CHAT, ROW], "2 of 3 prompts are strings, and the others"),
     "a column too few": ([ROW | {"n": 1}, ROW], r"other columns.*\[1\]"),
     "a column too many": ([ROW, ROW | {"n": 1}], r"other columns.*\[1\]"),
@@ -1727,6 +1730,7 @@ GOOD_LINE = json.dumps({"question": "How many?", "answer": "6*3=<<6*3=18>>18\n##
 @pytest.mark.parametrize("text, answer, strict, lenient", [  # lenient: the last number, unboxed
     (r"so \boxed{1,000}", "1000", True, True), ("so it is 1,000.", "1000", False, True),
     ("18 dollars, that is $18.", "18", False, True), ("from 5 to -3", "-3", False, True),
+    ("5-3", "3", False, True),
     (r"so \boxed{8}, or 7", "7", False, False), ("no idea", "7", False, False),
     ("", "7", False, False),
 ])
@@ -1793,13 +1797,14 @@ def run_demo(monkeypatch, flags, *more):
 @pytest.mark.parametrize("flags, said", {  # flags: what is said
     "--rehearsal --num_generations 1": "num_generations", "--nonsense": "nonsense",
     "--rehearsal --resume": "--output", "--rehearsal --resume --output no/such": "such",
-    "--data nowhere --model x": "nowhere",
+    "--data nowhere --model x": "nowhere", "--eval_every -1": "at least 0",
+    "--rehearsal --model x": "leave out --model",
 }.items())
 def test_wrong_flags_end_in_a_clear_message(flags, said, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=said):
         run_demo(monkeypatch, flags)
-    assert not Path("no").exists()
+    assert not any(tmp_path.iterdir())
 
 
 def test_errors_that_are_not_ours_keep_their_traceback(monkeypatch, tmp_path):
@@ -1899,13 +1904,16 @@ def test_the_demo_from_flags_to_files(base, tmp_path, monkeypatch, capsys):
     assert {json.loads(line)["step"] for line in samples} == {0, 1, 2, 4}
     again = AutoModelForCausalLM.from_pretrained(folder)
     assert again.generation_config.eos_token_id == [2, 0]
-    assert AutoTokenizer.from_pretrained(folder).chat_template == base[1].chat_template
     # The same, with an evaluation that fails after step 2, and a resume.
     folder = tmp_path / "cut"
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=LOST):
         patch.setattr(gsm8k_demo, "evaluate", preceded(gsm8k_demo.evaluate, fail, [2]))
         run_demo(monkeypatch, flags, folder)
-    run_demo(monkeypatch, flags, folder, "--resume")
+    with pytest.raises(SystemExit, match="there steps is 4, here 5"):
+        run_demo(monkeypatch, "--resume --steps 5 --output", folder)
+    run_demo(monkeypatch, "--resume --output", folder)  # its settings are remembered
+    with pytest.raises(SystemExit, match="holds a run"):
+        run_demo(monkeypatch, flags, folder)
     cut = json.loads((folder / "results.json").read_text())
     for name in ("before", "step 2", "after", "best"):
         assert cut[name] == whole[name]
