@@ -26,6 +26,7 @@ import re
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from operator import add, mul, sub
@@ -47,16 +48,16 @@ from grpo import (GRPOConfig, check_examples, computes_in_bf16, extract_boxed, k
 # The defaults of the real run are GRPOConfig's: 32 questions x 8 answers = 256 answers a step at
 # learning rate 1e-6, 512 tokens, temperature 1, clip 0.2. Evidence: verl's baseline trains this
 # model on this data at 1e-6 with 256 prompts a step (36 % -> 46 % after 39 steps, 53 % after 99,
-# at most 58 %), and a scaling study takes Qwen3-0.6B from 41 % to 68 % in 56 steps at the same
-# rate. Most of the gain comes early, so 300 steps are plenty. On a GPU, sampling 256 answers
-# takes hardly longer than sampling 8, since each token waits for the launch of kernels and not
-# for arithmetic. A cap of 512 tokens: at 256, more than half of this model's answers are cut off,
-# and earn nothing.
+# at most 58 %), and a scaling study takes Qwen3-0.6B-Base from 41 % to 68 % in 56 steps at the same
+# rate. Most of the gain comes early, so 300 steps are plenty. On a GPU, sampling 256 answers takes
+# hardly longer than sampling 8, since each token waits for the launch of kernels and not for
+# arithmetic. A cap of 512 tokens: at 256, more than half of this model's answers are cut off, and
+# earn nothing.
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 SYSTEM_PROMPT = "Solve the problem step by step, and put only the final number into \\boxed{}."
 CHAT = """chat with it:
     from transformers import pipeline
-    chat = pipeline("text-generation", "{output}")
+    chat = pipeline("text-generation", {output!r})
     messages = [{{"role": "system", "content": {system!r}}},
                 {{"role": "user", "content": "Tom has 3 boxes of 12 eggs and drops 5. How many?"}}]
     print(chat(messages, max_new_tokens=512)[0]["generated_text"][-1]["content"])"""
@@ -162,7 +163,8 @@ def wilson(right, total):
 def is_right(text, answer, lenient=False):
     """Strict: the last box holds the answer. Lenient: if nothing is boxed, the last number."""
     if lenient and rule_reward(text, answer) == 0.0:
-        numbers = re.findall(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?", text)
+        # A minus between two digits, as in "5-7", is no sign.
+        numbers = re.findall(r"(?:(?<![0-9])-)?\$?[0-9][0-9,]*(?:\.[0-9]+)?", text)
         last = numbers[-1].rstrip(",") if numbers else ""
         text = f"\\boxed{{{last}}}"
     return rule_reward(text, answer) == 1.5
@@ -227,10 +229,11 @@ class World:
     keep_model: bool = True  # save what was trained
 
 
-def load_model(name, random_weights=False):
+def load_model(name, random_weights=False, bf16=None):
     """Returns (model, tokenizer) of that name, or in that folder, on the GPU if there is one.
 
-    OSError if they cannot be loaded, ValueError if there is no chat template.
+    `bf16` is the setting of the training to come; None: where the GPU can. OSError if they cannot
+    be loaded, ValueError if there is no chat template.
     """
     device = "cpu"
     if torch.backends.mps.is_available():
@@ -241,14 +244,16 @@ def load_model(name, random_weights=False):
         tokenizer = AutoTokenizer.from_pretrained(name)
         if random_weights:
             config = AutoConfig.from_pretrained(name)
+            torch.manual_seed(0)  # the same weights when the run is resumed
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            # Some of its end tokens stand only in generation_config.json.
-            model.generation_config = GenerationConfig.from_pretrained(name)
+            with suppress(OSError):  # where there is such a file, some end tokens stand only there
+                model.generation_config = GenerationConfig.from_pretrained(name)
         else:
             # Where the training will be in bfloat16, the checkpoint's own precision, so that the
             # model is evaluated as it will be trained. Safetensors only: to load the older format
             # is to run whatever it holds.
-            bf16 = computes_in_bf16(torch.empty(0, device=device))
+            if bf16 is None:
+                bf16 = computes_in_bf16(torch.empty(0, device=device))
             dtype = "auto" if bf16 else torch.float32
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError) as error:
@@ -270,10 +275,10 @@ def share_boxed(texts):
     return {"boxed": sum(extract_boxed(text) is not None for text in texts) / len(texts)}
 
 
-def real_world(demo):
+def real_world(config, demo):
     """The model that --model names, and GSM8K."""
     train_data, test_data = load_gsm8k(demo.data)
-    model, tokenizer = load_model(demo.model)
+    model, tokenizer = load_model(demo.model, bf16=config.bf16)
     last_words = CHAT.format(output=demo.output, system=SYSTEM_PROMPT)
     return World(model, tokenizer, train_data, test_data, boxed_reward, share_boxed, last_words)
 
@@ -286,9 +291,11 @@ def real_world(demo):
 def run(world, config, demo, folder):
     """Check, evaluate, train, evaluate, save. Returns what results.json holds."""
     check(world, config)
-    judge(world, config, demo, folder, step=0)
     if demo.resume:
         judge_checkpoint(world, config, demo, folder)
+    else:
+        begin_folder(config, demo, folder)
+        judge(world, config, demo, folder, step=0)
     shares = []
     for metrics, learner in training_steps(world.model, world.tokenizer, world.train_data,
                                            world.reward, config, folder.path, demo.resume):
@@ -305,8 +312,10 @@ def run(world, config, demo, folder):
         write_results(folder)  # the seconds so far, should this be the last step
     history = read_metrics(folder.path)
     if len(history) < config.steps:
-        print(f"stopped after step {len(history)}; what was saved goes on with --resume --output "
-              f"{folder.path}")
+        advice = f"what was saved goes on with --resume --output {folder.path}"
+        if config.save_steps == 0:
+            advice = "nothing was saved, since save_steps is 0"
+        print(f"stopped after step {len(history)}; {advice}")
         return folder.results
     if world.keep_model:
         # Before its evaluation, in which something may go wrong.
@@ -359,7 +368,8 @@ def judge(world, config, demo, folder, step):
     folder.results[name] = result
     folder.results["evaluation_seconds"] = time.perf_counter() - started
     best = folder.results.get("best", {"accuracy": -1})
-    if demo.eval_every and step > 0 and result["accuracy"] > best["accuracy"]:
+    wanted = demo.eval_every and step > 0 and world.keep_model and world.test_data
+    if wanted and result["accuracy"] > best["accuracy"]:
         save_model(world.model, world.tokenizer, folder.path / "best")
         # The best of many tries at the same questions owes something to luck: it says so.
         folder.results["best"] = {"step": step, "chosen": "on these questions", **result}
@@ -398,25 +408,37 @@ class Folder:
     started: float  # by time.perf_counter, as if the run had never been interrupted
 
 
-def open_folder(config, demo):
-    """The folder of a new run, or of one to resume. ValueError if it is not what was asked for."""
+def open_folder(demo):
+    """The folder of a new run, or of one to resume. Writes nothing. ValueError if another run is
+    there."""
     path = Path(demo.output)
-    saved = (path / "checkpoint.safetensors").exists()
-    if saved and not demo.resume:
-        raise ValueError(f"{path} holds a run: --resume goes on with it, or name another --output")
-    if demo.resume and not saved:
-        raise ValueError(f"no checkpoint to resume from in {path}: is it the right folder? A run "
-                         "that ended before its first checkpoint starts again without --resume")
-    folder = Folder(path, {}, time.perf_counter())
     if demo.resume:
-        folder.results = json.loads((path / "results.json").read_text(encoding="utf-8"))
-        folder.started -= folder.results["seconds"]
-    else:
-        path.mkdir(parents=True, exist_ok=True)
-        settings = json.dumps(asdict(config) | asdict(demo), indent=2)
-        (path / "settings.json").write_text(settings, encoding="utf-8")
-        (path / "samples.jsonl").write_text("", encoding="utf-8")
-    return folder
+        results = json.loads((path / "results.json").read_text(encoding="utf-8"))
+        return Folder(path, results, time.perf_counter() - results["seconds"])
+    metrics = path / "metrics.jsonl"
+    begun = metrics.exists() and metrics.stat().st_size > 0
+    if begun or (path / "checkpoint.safetensors").exists():
+        raise ValueError(f"{path} holds a run: --resume goes on from its checkpoint, if it came "
+                         "that far. Or name another --output, or delete that folder")
+    if demo.model and path.resolve() == Path(demo.model).resolve():
+        raise ValueError(f"--output is {path}, and so is --model: it would be overwritten")
+    return Folder(path, {}, time.perf_counter())
+
+
+def begin_folder(config, demo, folder):
+    """Keep the settings of a new run, when everything has been checked."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    settings = json.dumps(asdict(config) | asdict(demo), indent=2)
+    (folder.path / "settings.json").write_text(settings, encoding="utf-8")
+    (folder.path / "samples.jsonl").write_text("", encoding="utf-8")
+
+
+def read_settings(output):
+    """The settings of the run in this folder. ValueError if there is none to go on with."""
+    if not Path(output, "checkpoint.safetensors").exists():
+        raise ValueError(f"no checkpoint to resume from in {output}: is it the right folder? A run "
+                         "that ended before its first checkpoint has to begin anew, in another")
+    return json.loads(Path(output, "settings.json").read_text(encoding="utf-8"))
 
 
 def write_results(folder):
@@ -428,7 +450,8 @@ def write_results(folder):
 
 
 def keep_sample(folder, step, group):
-    """Add a question with its answers and their rewards to samples.jsonl."""
+    """Add a question with its answers and their rewards to samples.jsonl. What is done again
+    after a resume stands there twice."""
     with open(folder.path / "samples.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps({"step": step, **group}) + "\n")
 
@@ -481,7 +504,7 @@ def show_group(group, metrics):
 
 def peak_memory():
     """GB held at most so far: on a CUDA GPU by tensors, elsewhere by the process; nan: unknown."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated() > 0:
         return torch.cuda.max_memory_allocated() / 1e9
     if sys.platform == "win32":
         return math.nan
@@ -799,35 +822,66 @@ def random_world(config, demo):
 # ------------------------------------------------------------------------------------------------
 
 
+# What may be another in a run that is resumed. The training allows the same, and checks it again.
+MAY_CHANGE = {"output", "resume", "show_steps", "save_steps", "gradient_checkpointing",
+              "tokens_per_micro_batch"}
+
+
 def read_flags():
-    """Returns (GRPOConfig, DemoConfig): what was typed, and for the rest the world's defaults."""
+    """Returns (GRPOConfig, DemoConfig): what was typed, and for the rest the world's defaults, or
+    the settings of the run that is resumed."""
     parser = HfArgumentParser((GRPOConfig, DemoConfig), description=__doc__,
                               formatter_class=argparse.RawDescriptionHelpFormatter)
     _, demo, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
     if unknown:
         raise ValueError(f"there is no {' '.join(unknown)}; --help lists all flags")
-    if demo.resume and not demo.output:
-        raise ValueError("--resume needs --output: which run?")
-    asked = demo.rehearsal or demo.random_weights or demo.model or demo.data
-    if not asked and not torch.cuda.is_available():
-        print("no CUDA GPU here, so this is the rehearsal: a tiny model that learns on the CPU. "
-              f"The real thing, which is far too much for a CPU: --model {MODEL}")
-        demo.rehearsal = True
-    # What was typed still wins over these when the flags are read again.
-    if demo.rehearsal:
-        parser.set_defaults(rehearsal=True, **REHEARSAL)
+    # What was typed still wins over these defaults when the flags are read again.
+    saved = {}
+    rehearsal = False
+    if demo.resume:
+        if not demo.output:
+            raise ValueError("--resume needs --output: which run?")
+        saved = read_settings(demo.output)
+        parser.set_defaults(**saved)
+    elif demo.rehearsal or is_rehearsal_by_default(demo):
+        rehearsal = True
+        parser.set_defaults(**REHEARSAL)
     elif demo.random_weights:
         parser.set_defaults(**MEASURING)
     config, demo = parser.parse_args_into_dataclasses()
-    demo.model = demo.model or MODEL
+    demo.rehearsal = demo.rehearsal or rehearsal
+    settings = asdict(config) | asdict(demo)
+    for name, value in saved.items():
+        if name not in MAY_CHANGE and settings[name] != value:
+            raise ValueError(f"a resumed run keeps its settings: there {name} is {value}, here "
+                             f"{settings[name]}")
+    for name in ("eval_questions", "eval_every", "show_steps"):
+        if (settings[name] or 0) < 0:
+            raise ValueError(f"{name} is {settings[name]}, and must be at least 0")
+    if demo.rehearsal and (demo.random_weights or demo.model or demo.data):
+        raise ValueError("the rehearsal has a model and data of its own: leave out --model, --data "
+                         "and --random_weights")
+    if not demo.rehearsal:
+        demo.model = demo.model or MODEL
     demo.output = demo.output or time.strftime("runs/%Y%m%d-%H%M%S")
     return config, demo
 
 
+def is_rehearsal_by_default(demo):
+    """Where there is no CUDA GPU, the bare command is the rehearsal, and says so."""
+    if demo.random_weights or demo.model or demo.data or torch.cuda.is_available():
+        return False
+    print("no CUDA GPU here, so this is the rehearsal: a tiny model that learns on the CPU. "
+          f"The real thing, which is far too much for a CPU: --model {MODEL}")
+    return True
+
+
 def is_ours(error):
-    """Whether a line of these two files raised the error; then its words are all one needs."""
+    """Whether a line of these two files raised the error, or a file could not be read or written;
+    then its words are all one needs."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(last.filename).name in ("grpo.py", "gsm8k_demo.py")
+    ours = Path(last.filename).name in ("grpo.py", "gsm8k_demo.py")
+    return ours or isinstance(error, OSError) and error.filename is not None
 
 
 def main():
@@ -837,13 +891,13 @@ def main():
         torch.cuda.set_per_process_memory_fraction(0.95)
     try:
         config, demo = read_flags()
-        folder = open_folder(config, demo)
+        folder = open_folder(demo)
         if demo.rehearsal:
             world = rehearsal_world(config)
         elif demo.random_weights:
             world = random_world(config, demo)
         else:
-            world = real_world(demo)
+            world = real_world(config, demo)
         world.test_data = list(world.test_data)[: demo.eval_questions]
         run(world, config, demo, folder)
     except (ValueError, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
