@@ -711,7 +711,7 @@ def sample_groups(model, tokenizer, prompts, num_generations, *, max_completion_
     device = model.device
     end_ids = torch.tensor(end_token_ids(model, tokenizer), device=device)
     pad = tokenizer.pad_token_id
-    if pad is None:
+    if pad is None or pad >= len(model.get_input_embeddings().weight):  # it may be newer than those
         pad = int(end_ids[0])
     prompt_ids, prompt_mask = pad_left(encode_prompts(tokenizer, prompts), pad)
     B, P = prompt_ids.shape
