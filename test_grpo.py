@@ -1648,7 +1648,7 @@ LONG_ROWS = [{"prompt": "a " * 59}, {"prompt": "a " * 60}] * 2  # 59 + 5 tokens 
     "nothing": ([], "data set is empty"), "split": ({"train": []}, "take one part"),
     "no prompt": ([{"answer": "c"}] * 2, r"2 of 2 examples lack a prompt.*\[0, 1\]"),
     "empty": ([ROW, {"prompt": ""}, {"prompt": None}, {"prompt": []}], r"3 of 4 .*\[1, 2, 3\]"),
-    "a chat among strings": ([ROW, CHAT, ROW], "2 of 3 prompts are strings, and the others"),
+    "a string among chats": ([CHAT, ROW, CHAT], "1 of 3 prompts are strings, and the others"),
     "a column too few": ([ROW | {"n": 1}, ROW], r"other columns.*\[1\]"),
     "a column too many": ([ROW, ROW | {"n": 1}], r"other columns.*\[1\]"),
     "blanks": ([ROW] * 1000 + [{"prompt": "  "}], "prompt 1000 has no tokens"),
