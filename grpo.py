@@ -711,7 +711,8 @@ def sample_groups(model, tokenizer, prompts, num_generations, *, max_completion_
     device = model.device
     end_ids = torch.tensor(end_token_ids(model, tokenizer), device=device)
     pad = tokenizer.pad_token_id
-    if pad is None or pad >= len(model.get_input_embeddings().weight):  # it may be newer than those
+    rows_of_embedding = len(model.get_input_embeddings().weight)
+    if pad is None or pad >= rows_of_embedding:  # a token that somebody added has no row there
         pad = int(end_ids[0])
     prompt_ids, prompt_mask = pad_left(encode_prompts(tokenizer, prompts), pad)
     B, P = prompt_ids.shape
@@ -1238,7 +1239,7 @@ def score(learner, model, rollout, rows, config):
     T = rollout.completion_mask.shape[1]
 
     def work(budget):
-        turn_off_dropout(model)  # exactly as in the update
+        turn_off_dropout(model)  # as in the update: with dropout it would be another policy
         logprobs = torch.zeros_like(rollout.logprobs)  # (N, T)
         for some in micro_batches(rollout, rows, budget):
             logprobs[some] = token_logprobs(
@@ -1407,7 +1408,9 @@ def update(learner, rollout, advantages, ref_logprobs, config, loss_fn=grpo_loss
             continue
         results += found
     # One bad question spoils all updates of its step, so it is steps that are counted.
-    learner.failed = 0 if norms else learner.failed + 1
+    learner.failed += 1
+    if norms:
+        learner.failed = 0
     if learner.failed == 3:
         raise FloatingPointError(f"three steps in a row without an update; the last: {reason}")
 
@@ -1903,11 +1906,15 @@ def check_examples(examples, model, tokenizer, config):
                          f"Leave them out, or take a smaller cap")
 
 
+# Settings that change time and memory only, so that a run may go on with others.
+MAY_CHANGE = ("save_steps", "gradient_checkpointing", "tokens_per_micro_batch")
+
+
 def describe_run(model, examples, config, loss_fn):
     """What a checkpoint has to have in common with the run that goes on from it: the settings, but
-    for those that only change time and memory, the loss, the data, and the initial model."""
+    for those that may change, the loss, the data, and the initial model."""
     run = asdict(config)
-    for name in ("save_steps", "gradient_checkpointing", "tokens_per_micro_batch"):
+    for name in MAY_CHANGE:
         run.pop(name)
     if config.bf16 is None:
         run["bf16"] = computes_in_bf16(model)

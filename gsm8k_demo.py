@@ -41,9 +41,9 @@ from tqdm.auto import tqdm
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig,
                           HfArgumentParser, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
 
-from grpo import (GRPOConfig, check_examples, computes_in_bf16, extract_boxed, knob, load_weights,
-                  read_metrics, rule_reward, sample_groups, token_logprobs, training_steps,
-                  within_memory)
+from grpo import (GRPOConfig, MAY_CHANGE, check_examples, computes_in_bf16, extract_boxed, knob,
+                  load_weights, read_metrics, rule_reward, sample_groups, token_logprobs,
+                  training_steps, within_memory)
 
 # The defaults of the real run are GRPOConfig's: 32 questions x 8 answers = 256 answers a step at
 # learning rate 1e-6, 512 tokens, temperature 1, clip 0.2. Evidence: verl's baseline trains this
@@ -822,11 +822,6 @@ def random_world(config, demo):
 # ------------------------------------------------------------------------------------------------
 
 
-# What may be another in a run that is resumed. The training allows the same, and checks it again.
-MAY_CHANGE = {"output", "resume", "show_steps", "save_steps", "gradient_checkpointing",
-              "tokens_per_micro_batch"}
-
-
 def read_flags():
     """Returns (GRPOConfig, DemoConfig): what was typed, and for the rest the world's defaults, or
     the settings of the run that is resumed."""
@@ -852,7 +847,8 @@ def read_flags():
     demo.rehearsal = demo.rehearsal or rehearsal
     settings = asdict(config) | asdict(demo)
     for name, value in saved.items():
-        if name not in MAY_CHANGE and settings[name] != value:
+        may_change = name in ("output", "resume", "show_steps", *MAY_CHANGE)
+        if settings[name] != value and not may_change:
             raise ValueError(f"a resumed run keeps its settings: there {name} is {value}, here "
                              f"{settings[name]}")
     for name in ("eval_questions", "eval_every", "show_steps"):
