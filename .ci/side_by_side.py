@@ -28,7 +28,7 @@ STEPS, B, G, CAP, RATE = 40, 16, 8, 28, 5e-4  # the rehearsal's
 
 def with_ours(model, tokenizer, examples, beta):
     config = grpo.GRPOConfig(steps=STEPS, prompts_per_step=B, num_generations=G, beta=beta,
-                             max_completion_length=CAP, learning_rate=RATE)
+                             max_completion_length=CAP, learning_rate=RATE, micro_batch_size=B * G)
     grpo.train(model, tokenizer, examples, gsm8k_demo.boxed_reward, config)
 
 
@@ -52,7 +52,7 @@ def with_generate(model, tokenizer, examples, beta):
         real = ended.cumsum(dim=1) - ended == 0
         mask = prompts["attention_mask"].repeat_interleave(G, dim=0)
         mask = torch.cat([mask, real.long()], dim=1)
-        positions = grpo.position_ids(mask)
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         rewards = []
         for i in range(B * G):
             text = tokenizer.decode(answers[i][real[i]], skip_special_tokens=True)
