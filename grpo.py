@@ -24,7 +24,7 @@ policies appear, and it pays to keep them apart from the start:
 
 The equation that this file computes. For a question q, draw answers o_1 ... o_G. Answer i has
 |o_i| tokens; o_it is its token number t, and o_i,<t are the tokens before that. It has one reward
-R_i, and one advantage A_i for all of its tokens. Maximise
+R_i, and one advantage A_i for all of its tokens. Maximise, averaged over questions,
 
     J = mean over i of  1/|o_i| * sum over t of
             [ min( r_it * A_i,  clip(r_it, 1 - eps, 1 + eps) * A_i )  -  beta * k3_it ]
@@ -33,7 +33,8 @@ R_i, and one advantage A_i for all of its tokens. Maximise
     r_it  = pi_theta(o_it | q, o_i,<t) / pi_old(o_it | q, o_i,<t)           grpo_loss
     k3_it = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1, at the same token   k3_kl
 
-eps (0.2) says how far the ratio r may go before the clip acts, beta (0.04) how strong the leash is.
+eps (0.2) says how far the ratio r may go before the clip acts. beta (0.04) is the weight of k3, an
+estimate of how far pi_theta is from pi_ref: the leash.
 
 One small example runs through the comments, and `python grpo.py` prints it. The question is "John
 has 3 apples and buys 2 more. How many apples does he have?", and the model gave four answers:
@@ -50,13 +51,13 @@ Shapes: B questions with G answers each are N = B * G rows. T is the width of th
 ("completions"), P that of the prompts, V the vocabulary's size. A small n is some part of the N.
 
 How to read: sections 1 to 6 are the whole algorithm, and 7 is one step of it. Sections 8 to 11 are
-the parts of that step, 12 to 14 make it a run, and 15 has its relatives. All probabilities are kept
-as natural logarithms, so the unit of their differences is the nat (a factor of e). The functions of
-the mathematics can be pasted into another project.
+the parts of that step, 12 to 14 make it a run, and 15 has its relatives. Probabilities are kept as
+natural logarithms. The functions of the mathematics can be pasted elsewhere: the loss with all of
+sections 3 to 6 and `kl_estimate` (15); `token_logprobs` with `read` and `log_probability` (8).
 
-Changed against the papers: log-ratios are limited, so that nothing overflows, and answers may be
+Differences from the papers: log-ratios are limited, so that nothing overflows, and answers may be
 sampled and scored in bfloat16 while the weights stay in float32. Left out: a learned reward model,
-a second network that predicts rewards (PPO's critic), a renewed reference, several GPUs.
+a second network that predicts rewards (PPO's critic), a new reference now and then, several GPUs.
 """
 
 import copy
@@ -74,16 +75,17 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import set_seed
 
-# On H100-class cards PyTorch 2.11 and later prefer cuDNN's attention. With masks it has given NaN
-# gradients (pytorch#196678), and it plans anew for every length, so for every token sampled.
+# cuDNN's attention, which newer PyTorch prefers on newer GPUs, has given NaN gradients with masks
+# (pytorch#196678), and it plans anew for every length, that is, for every token sampled.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 # ---- 1. The reward: a rule, not a model --------------------------------------------------------
 # For mathematics nobody needs to train a model to judge the answers: the right result is known, so
 # a rule can grade. The model is asked to put its result into \boxed{...}. It earns 0.5 for doing
-# so, and 1.0 more for being right. A model under training writes anything at all, so the rule must
-# never raise, never take long, and never run what it reads (no eval).
+# so, and 1.0 more for being right (`rule_reward`; what stands before that only reads the text). A
+# model under training writes anything at all, so the rule must never raise, never take long, and
+# never run what it reads (no eval).
 
 def extract_boxed(text):
     r"""Contents of the complete \boxed{...} that opens last in `text`, or None if there is none.
@@ -92,7 +94,7 @@ def extract_boxed(text):
     \boxed{\frac{1}{2}} holds \frac{1}{2}. Escaped braces, \{ and \}, do not count. One pass over
     the text, so the time is linear in its length."""
     opened = []  # for each brace still open: where its contents begin, -1 if it has no \boxed
-    start = -1  # of the contents of the best box so far, and `end` of them
+    start = end = -1  # where the contents of the best box so far begin and end
     # Three patterns, tried in this order: \boxed{, an escaped brace, a brace. The second is there
     # so that the brace of \{ is taken together with its backslash, and not found by the third.
     for match in re.finditer(r"\\boxed\{|\\[{}]|[{}]", text):
@@ -103,7 +105,7 @@ def extract_boxed(text):
             opened.append(-1)
         elif token == "}" and opened:  # a closing brace too many is just text
             begin = opened.pop()
-            if begin > start:
+            if begin > start:  # never so for -1
                 start = begin
                 end = match.start()
     if start < 0:
@@ -131,9 +133,9 @@ def read_number(text):
 def rule_reward(completion, answer):
     r"""Reward of one completion: 0.0 without a box, 0.5 for a box, 1.5 for a box with the answer.
 
-    `completion` and `answer` are strings. A blank box counts as none. The box is right if it
-    equals the answer as a string, or as a number to within less than 0.01. Returns a float for
-    every pair of strings, never raises, and takes linear time."""
+    `completion` is the model's text, `answer` the right answer, a string. A blank box counts as
+    none. The box is right if it equals the answer as a string, or as a number to within less than
+    0.01. Returns a float for every pair of strings, never raises, and takes linear time."""
     boxed = extract_boxed(completion)
     if boxed is None or not boxed.strip():
         return 0.0
@@ -155,9 +157,9 @@ def rule_reward(completion, answer):
 #     R = [1.5, 1.5, 0.5, 0.5]
 #
 # An answer that is right but not boxed earns 0. That is harsh on purpose: a number somewhere in the
-# text is easy to produce by accident. So the format is the first thing that a small model learns.
-# If it learns *only* the format, the reward is stuck at 0.5: the smallest case of what is called
-# reward hacking, to have the grade without the work.
+# text is easy to produce by accident. Hence a small model learns the format first. If it learns
+# *only* the format, the reward is stuck at 0.5: the smallest case of what is called reward hacking,
+# getting the grade without doing the work.
 
 
 # ---- 2. Advantages: better or worse than the other answers to the same question ----------------
@@ -165,18 +167,18 @@ def rule_reward(completion, answer):
 # matters is the difference from the baseline, the reward that was to be expected. PPO, the method
 # that GRPO simplifies, trains a second network to predict it, the critic. GRPO takes the mean of
 # the group. Divided by the std, the differences have about the same size whatever the units of the
-# reward and however hard the question. All tokens of the answer get the result, its advantage.
+# reward and however hard the question. That is the advantage, the same for all tokens of an answer.
 
 def group_advantages(rewards, scale_rewards="group"):
     """A_i = (R_i - mean(R)) / std(R) over the last dimension: (..., G) -> (..., G).
 
-    The std is the population's: divided by G. torch's default divides by G - 1, and most code
-    follows it; its advantages are smaller by a factor of sqrt((G-1)/G), 6.5 % at G = 8. A group of
+    The std is the population's: divided by G. torch's default divides by G - 1, and most code keeps
+    it, which makes advantages smaller by a factor of sqrt((G-1)/G), 6.5 % at G = 8. A group of
     equal rewards gets exact zeros: it has nothing to teach. `scale_rewards` is what to divide by:
 
         "group"  the std of each group
         "none"   1 (Dr. GRPO)
-        "batch"  the std of all rewards, so that every question keeps its weight
+        "batch"  the std of all rewards, one scale for all questions
         "rloo"   (G - 1) / G, which gives R_i minus the mean of the *other* rewards (RLOO)
 
     ValueError for fewer than two rewards in a group, for NaN and inf, and for another name."""
@@ -190,9 +192,9 @@ def group_advantages(rewards, scale_rewards="group"):
     if scale_rewards not in scales:
         raise ValueError(f"scale_rewards is {scale_rewards!r}, and must be one of {list(scales)}")
     advantages = centered / scales[scale_rewards]  # NaN where the std is 0, which is mended below
-    # The mean of 0.1, 0.1 and 0.1 is not quite 0.1 in floating point. Divided by a std of the same
-    # 1e-17, that rounding error would become advantages of size 1: a lesson made of nothing. Hence
-    # the tolerance. An epsilon added to the std, the usual way out, would change every group.
+    # The mean of 0.1, 0.1 and 0.1 is not quite 0.1 in float64. Divided by a std of the same 1e-17,
+    # that rounding error would become advantages of size 1. Hence the tolerance. An epsilon
+    # added to the std, which is the usual way out, would change the advantages of every group.
     equal = std <= 1e-6 * rewards.abs().amax(dim=-1, keepdim=True)  # (..., 1)
     return advantages.masked_fill(equal, 0.0)
 
@@ -215,28 +217,29 @@ def group_advantages(rewards, scale_rewards="group"):
 # which is the mean of A * grad log pi over tokens drawn from pi, and a mean over draws can be
 # estimated by drawing. So: draw, and take A times the gradient of the log-probability. A whole
 # answer is drawn with the product of its tokens' probabilities. The logarithm of a product is a
-# sum, so every token of the answer is multiplied by the answer's A.
+# sum, so every token of the answer gets the answer's A. (A sum over its tokens. The mean, 1/|o_i|
+# in the equation on top, is a choice: section 6.)
 #
-# A baseline b, the same number for whatever is drawn, does not bend the direction: it adds only
-# b * sum(grad pi) = b * grad 1 = 0. (One G-th of the group's mean is the answer's own reward: that
-# shortens the gradient by (G - 1) / G, no more.) The std changes how much a question counts.
+# A baseline b, the same number for all draws, does not bend the direction: it adds only
+# b * sum(grad pi) = b * grad 1 = 0. (The group's mean contains R_i itself, with weight 1/G. That
+# makes the gradient (G - 1) / G times as long.) The std chiefly changes how much a question counts.
 #
 # But the answers were drawn by pi_old, and after an update pi_theta is another policy. So the
-# objective is r * A, with the ratio r = pi_theta / pi_old. Weighted by r, a mean over tokens drawn
-# by pi_old becomes one over tokens drawn by pi_theta: sum(pi_old * r * A) = sum(pi_theta * A).
-# (That the text before the token was pi_old's as well, r does not correct.) pi_old is a constant in
-# r, and the gradient of r is r times that of log pi_theta: while r is 1, the same direction.
+# objective is r * A, with the ratio r = pi_theta / pi_old. The weight r turns a mean over tokens
+# that pi_old draws into a mean over tokens that pi_theta draws: sum(pi_old * r * A) = sum(pi_theta
+# * A). (It does not correct for the text before the token, which pi_old wrote as well.) pi_old is
+# a constant in r, so the gradient of r is r times that of log pi_theta: at r = 1, the one above.
 #
-# Such a correction can be trusted only near r = 1. So the objective becomes min(r A, clip(r) A),
-# where clip limits r to the interval from 1 - eps to 1 + eps. As soon as the ratio has gone far
-# enough *in the direction that pays*, the min takes the clipped branch. That one is constant: no
-# gradient, no further push from this token.
+# Far from r = 1 a few tokens with huge ratios would outweigh all others. So the objective becomes
+# min(r A, clip(r) A), where clip limits r to the interval from 1 - eps to 1 + eps. As soon as the
+# ratio has gone far enough *in the direction that pays*, the min takes the clipped branch. That one
+# is constant: no gradient, no further push from this token.
 
 def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
     """min(r A, clip(r, 1 - eps, 1 + eps_high) A) per token (PPO, arXiv:1707.06347, equation 7).
 
     Ratios (N, T), advantages (N,) -> (N, T), to be maximised. `epsilon_high` defaults to `epsilon`;
-    an `epsilon` of 1 or more is no lower bound."""
+    an `epsilon` of 1 or more removes the lower bound."""
     if epsilon_high is None:
         epsilon_high = epsilon
     clipped_ratio = ratio.clamp(1 - epsilon, 1 + epsilon_high)  # (N, T)
@@ -249,7 +252,7 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 #
 #     answer 1: 0.3 and 0.2     answer 2: 0.1     answer 3: 0.3     answer 4: 0.1 and 0.2
 #
-# Then the ratios are 1.5, 0.5 and 1, and all four corners of the clip (at eps 0.2) are there. For
+# Then the ratios are 1.5, 0.5 and 1, and all four cases of the clip (at eps 0.2) are there. For
 # the last column remember that the gradient of r is r times that of log pi_theta:
 #
 #     A    r             min(r A, clip(r) A)                 gradient with respect to log pi_theta
@@ -260,8 +263,8 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 #     any  1.0           A                       not clipped  A    every token, at the first update
 #
 # With one update per batch of answers, pi_theta still is pi_old when the gradient is taken (this
-# is called on-policy): every ratio is 1 and the clip never acts. It wakes up when the same answers
-# are learned from several times. A common mistake is max in place of min where A is negative: it
+# is called on-policy): every ratio is 1 and the clip never acts. It wakes up when a batch is
+# learned from in several updates. A common mistake is max in place of min where A is negative: it
 # goes on pushing in the fourth line, and stops in the third, where the policy went the wrong way.
 
 
@@ -270,19 +273,19 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 #
 #     KL(pi_theta || pi_ref) = the mean of log(pi_theta / pi_ref), over tokens drawn from pi_theta
 #
-# which is never negative, and 0 only if the two policies agree. To compute it at every place would
+# which is never negative, and 0 only if the two policies agree. To compute it at every token would
 # need all V probabilities of both policies. k3 estimates it from the one token that was drawn.
 
 def k3_kl(logprobs, ref_logprobs):
     """k3 = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1 per token: (N, T), (N, T) -> (N, T).
 
     Schulman's estimator (joschu.net/blog/kl-approx.html). Over tokens drawn from pi_theta its mean
-    is exactly KL(pi_theta || pi_ref): that of the middle term is, and the other two cancel, since
-    the mean of pi_ref/pi_theta is sum(pi_theta * pi_ref/pi_theta) = sum(pi_ref) = 1. It is never
-    negative, since e^x >= 1 + x. Mind which policy is on top: with the fraction upside down it
-    estimates something else. Value and gradient are finite for any finite input."""
-    # Above 50, e^x would soon overflow. Below, e^x is harmless, and the bound is there only because
-    # the difference of two huge numbers may itself be -inf.
+    is exactly KL(pi_theta || pi_ref): the middle term alone has that mean, and the others cancel,
+    since the mean of pi_ref/pi_theta is sum(pi_theta * pi_ref/pi_theta) = sum(pi_ref) = 1. It is
+    never negative, since e^x >= 1 + x. With the fraction upside down it estimates something else.
+    Value and gradient are finite for any finite input."""
+    # 50 keeps e^x from overflowing (beyond it the gradient is 0). -1e30 is only for a difference
+    # that is itself -inf.
     log_ratio = (ref_logprobs - logprobs).clamp(-1e30, 50)  # (N, T) log(pi_ref / pi_theta)
     return torch.expm1(log_ratio) - log_ratio  # expm1(x) is e^x - 1, without losing small x
 
@@ -298,7 +301,7 @@ def k3_kl(logprobs, ref_logprobs):
 #
 # Why not simply log(pi_theta / pi_ref), known as k1? Its mean is right as well. But its gradient is
 # that of log pi_theta, and the mean of that over tokens drawn from pi_theta is zero: sum(pi_theta *
-# grad log pi_theta) = sum(grad pi_theta) = grad 1 = 0. As a loss, k1 holds nothing back at all.
+# grad log pi_theta) = sum(grad pi_theta) = grad 1 = 0. As a loss, k1 on average holds nothing back.
 # (`kl_estimate`, in section 15, has k1 and others, and says what k3's own gradient is.)
 
 
@@ -310,8 +313,8 @@ def masked_mean(values, mask, dim=None):
     """Mean of `values` where `mask` is set (bool, int or float); 0, not NaN, where none is.
 
     `mask` has the shape of `values`, or one that expands to it. With `dim`, over that dimension.
-    What stands behind the mask reaches neither value nor gradient. Multiplying by the mask would
-    let a NaN through, since 0 * NaN is NaN; `where` does not."""
+    What stands behind the mask reaches neither the value nor the gradient of `values`. Multiplying
+    by the mask would let a NaN through, since 0 * NaN is NaN; `where` does not."""
     mask = mask.bool().expand_as(values)
     kept = torch.where(mask, values, 0.0)
     return kept.sum(dim=dim) / mask.sum(dim=dim).clamp(min=1)
@@ -340,8 +343,7 @@ def average(per_token, mask, loss_type="grpo", max_completion_length=None):
     if loss_type == "dr_grpo" and max_completion_length:
         total = torch.where(mask.bool(), per_token, 0.0).sum()
         return total / (len(per_token) * max_completion_length)
-    raise ValueError(f"loss_type is {loss_type!r} (max_completion_length {max_completion_length}), "
-                     f"wanted grpo, dapo, or dr_grpo with a max_completion_length")
+    raise ValueError(f"loss_type {loss_type!r}: grpo, dapo, or dr_grpo and max_completion_length")
 
 
 def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon=0.2,
@@ -360,16 +362,14 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
             raise ValueError(f"beta is {beta}, so ref_logprobs are needed; None is for beta=0")
         ref_logprobs = logprobs  # the policy as its own reference: the KL is 0
     if importance_sampling_level not in ("token", "sequence"):
-        raise ValueError(f"importance_sampling_level is {importance_sampling_level!r}, and must be "
-                         f"'token' or 'sequence'")
-    # Shapes are compared strictly: tensors that do not fit are often stretched until they do.
+        raise ValueError(f"importance_sampling_level {importance_sampling_level!r}: token/sequence")
+    # Tensors that do not fit would often be broadcast, silently.
     given = [logprobs, old_logprobs, ref_logprobs, mask, advantages]
     shapes = [tuple(tensor.shape) for tensor in given]
-    if len(shapes[0]) != 2 or shapes != [shapes[0]] * 4 + [shapes[0][:1]]:
-        raise ValueError(f"log-probs (new, old, reference) and mask must be (N, T), advantages "
-                         f"(N,); they are {shapes}")
-    # The inputs are masked, not only the result. A NaN or inf behind the mask would be gone from
-    # the value then, but the backward pass through exp would still multiply it by 0: NaN.
+    if logprobs.dim() != 2 or shapes != [shapes[0]] * 4 + [shapes[0][:1]]:
+        raise ValueError(f"log-probs, mask and advantages are {shapes}, not four (N, T) and (N,)")
+    # The inputs are masked, and not only the result. Else a NaN or inf behind the mask would not
+    # show in the value, but the backward pass through exp would multiply it by 0: NaN.
     mask = mask.bool()
     logprobs = logprobs.masked_fill(~mask, 0.0)
     old_logprobs = old_logprobs.masked_fill(~mask, 0.0).detach()  # pi_old and pi_ref are constants
@@ -379,18 +379,16 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     log_ratio = logprobs - old_logprobs  # (N, T)
     if importance_sampling_level == "sequence":  # one ratio for a whole answer: GSPO, section 15
         log_ratio = masked_mean(log_ratio, mask, dim=1).unsqueeze(1).expand_as(log_ratio)
-    # e^100 would overflow, and even where the min throws that branch away its gradient, 0 * inf,
-    # would be NaN. e^50 is far beyond anything that is still learning.
+    # e^100 would overflow, and even where the min drops that branch its gradient, 0 * inf, would be
+    # NaN. e^50 is far beyond anything that is still learning.
     ratio = log_ratio.clamp(-50, 50).exp()  # (N, T) r
     surrogate = clipped_surrogate(ratio, advantages, epsilon, epsilon_high)  # (N, T)
     kl = kl_estimate(logprobs, ref_logprobs, kl_penalty_type)  # (N, T) k3, unless asked otherwise
-    penalty = kl
-    if use_bias_correction_kl:  # TRL's way: section 15
-        penalty = ratio * kl
+    penalty = ratio * kl if use_bias_correction_kl else kl  # times the ratio: TRL, section 15
     per_token = -(surrogate - beta * penalty)  # (N, T)
     loss = average(per_token, mask, loss_type, max_completion_length)
 
-    clipped = surrogate < ratio * advantages.unsqueeze(1)  # (N, T) so the min was the other branch
+    clipped = surrogate < ratio * advantages.unsqueeze(1)  # (N, T) the min took the other branch
     metrics = {
         "loss": loss.item(),
         "kl": masked_mean(kl, mask).item(),
@@ -420,23 +418,21 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
 # makes the token likelier, as it should. For the first token of answer 1 the clip leaves only the
 # KL: 0.04 * (1 - 2/3) / 2 tokens / 4 answers = 0.0017. That makes it a little less likely.
 #
-# Training starts at a loss of 0: at the first update every ratio is 1 and every k3 is 0, so the
-# "grpo" loss is minus the mean of the advantages, and those sum to 0 in each group. Its gradient is
-# not 0, but -A / |o_i| / N for each token. ("dapo" and "dr_grpo" weigh answers by their length, so
-# theirs begins at 0 only if all are equally long.) And because advantages are centred anew in every
-# step, the loss says nothing about progress. Watch the reward.
+# With one update a step, training starts at a loss of 0: every ratio is 1 and every k3 is 0, so the
+# "grpo" loss is minus the mean of the advantages, and those sum to 0 in each group. ("dapo" and
+# "dr_grpo" weigh answers by length.) Its gradient is not 0, but -A / |o_i| / N for each token.
+# Advantages are centred anew in every step, so the loss says nothing of progress. Watch the reward.
 #
 # That is GRPO, and you may stop here. What follows is where the five tensors of `grpo_loss` come
-# from. From now on a function stands above those that it calls.
+# from. From now on callers mostly stand above what they call.
 
 
 # ---- 7. One step -------------------------------------------------------------------------------
 #   step          one round of the five moves: B questions are drawn, N = B * G answers sampled
 #   pass          once over all answers of a step, to learn from them; there are num_iterations
-#   mini-batch    a pass has num_mini_batches of them. Each is one update: one gradient, one
-#                 movement of the weights
+#   mini-batch    a pass has num_mini_batches of them; each is one update of the weights
 #   micro-batch   the answers of a mini-batch that are computed at once, as memory allows. Their
-#                 gradients are added up, so how they are cut makes no difference to the result
+#                 gradients are added up, so how they are cut makes no difference but for rounding
 
 @dataclass
 class Answer:
@@ -447,12 +443,12 @@ class Answer:
     ids: list  # the t tokens that the model chose, the end token included
     text: str  # those in words, without special tokens
     truncated: bool  # it was cut off, at max_completion_length tokens
-    sampler_logprobs: torch.Tensor  # (t,) with which each token was drawn
+    sampler_logprobs: torch.Tensor  # (t,) with which each was drawn; only for the log
     # What the later moves find out:
     example: Optional[dict] = None  # the row of the data set that was asked
     reward: float = 0.0
     advantage: float = 0.0
-    old_logprobs: Optional[torch.Tensor] = None  # (t,) of pi_old; None if a step has one update
+    old_logprobs: Optional[torch.Tensor] = None  # (t,) of pi_old, by the scorer; None: not needed
     ref_logprobs: Optional[torch.Tensor] = None  # (t,) of pi_ref; None at beta = 0
 
 
@@ -462,14 +458,14 @@ class Learner:
 
     model: torch.nn.Module  # pi_theta: it samples, and it is scored
     reference: Optional[torch.nn.Module]  # pi_ref; None at beta = 0
-    parameters: list  # the model's trained ones, in the precision that it computes in
-    masters: list  # the same numbers in float32, which the optimizer moves
+    parameters: list  # the model's trained ones, in bfloat16 or float32
+    masters: list  # those in float32, moved by the optimizer; without bfloat16 the same memory
     optimizer: torch.optim.Optimizer
     at_once: dict  # how many "questions" are sampled, and "answers" scored, at once
     history: list  # the metrics of all steps so far
     questions_seen: int = 0
     failed: int = 0  # steps in a row in which every update was skipped
-    groups: Optional[list] = None  # the last step's B groups of G answers, for whoever watches
+    groups: Optional[list] = None  # the last step's B groups of G answers, for the caller
 
 
 def train_step(learner, tokenizer, questions, reward_fn, config):
@@ -487,20 +483,18 @@ def train_step(learner, tokenizer, questions, reward_fn, config):
         groups = replace_equal_groups(learner, tokenizer, questions, reward_fn, groups, config)
     sampled = time.perf_counter()
 
-    # 3. Compare each answer with its group. (Truncated answers count in the group's mean too: to
-    #    leave them out first would move the baseline of all the others.)
+    # 3. Compare each answer with its group. (Truncated ones as well: they belong to the baseline.)
     rewards = rewards_of(groups)  # (B, G)
     advantages = group_advantages(rewards, config.scale_rewards)  # (B, G)
     answers = sum(groups, [])  # the groups joined: a list of N answers
     for answer, advantage in zip(answers, advantages.flatten().tolist()):
         answer.advantage = advantage
-
-    # A short answer beside a long one is mostly padding, so like goes with like from here on. The
-    # longest come first: if memory is too small, it is too small at once.
+    # A short answer beside a long one is mostly padding, so answers of like length are computed
+    # together. The longest come first: if memory is too small, it is too small at once.
     answers.sort(key=lambda answer: len(answer.ids), reverse=True)
 
-    # 4. Score: what does the reference think of these tokens, and, if it is going to change before
-    #    all of them have been learned from, the model itself? Section 8.
+    # 4. Score: how likely does the reference find these tokens? If there are several updates, ask
+    #    the model as well, before the first one: section 8.
     if learner.reference is not None:
         write_logprobs(learner, learner.reference, answers, "ref_logprobs", config)
     if config.num_iterations * config.num_mini_batches > 1:
@@ -509,7 +503,6 @@ def train_step(learner, tokenizer, questions, reward_fn, config):
 
     # 5. Update: section 11. Inside, the model scores the same tokens, with gradients.
     metrics = update(learner, answers, config)
-
     learner.groups = groups
     metrics["sample_seconds"] = sampled - started
     metrics["score_seconds"] = scored - sampled
@@ -526,8 +519,7 @@ def rewards_of(groups):
 
 
 def answer_metrics(answers, rewards):
-    """What the log shows of N answers and their rewards (B, G). The README has a table of all these
-    figures: what is healthy, what is not, and what to do then."""
+    """What the log shows of N answers and their rewards (B, G). The README says what is healthy."""
     equal = (group_advantages(rewards) == 0).all(dim=1)  # (B,)
     logprobs = torch.cat([answer.sampler_logprobs for answer in answers])  # of all tokens
     truncated = sum(answer.truncated for answer in answers)
@@ -535,7 +527,7 @@ def answer_metrics(answers, rewards):
         "reward_mean": rewards.mean().item(),
         "reward_std": rewards.std(correction=0).item(),
         "zero_variance_fraction": equal.double().mean().item(),
-        # The mean of -log pi over what pi draws. (NaN, if the weights are, would be no JSON.)
+        # The mean of -log pi over what pi draws. (A NaN would not be valid JSON.)
         "entropy": -logprobs.nan_to_num().mean().item(),
         "completion_length": len(logprobs) / len(answers),
         "truncated_fraction": truncated / len(answers),
@@ -560,18 +552,18 @@ def token_logprobs(model, input_ids, attention_mask, completion_length, temperat
 
 
 def read(model, ids, mask, **more):
-    """The output of the model for `ids` (n, t), the last t columns of `mask` (n, L). What stands in
-    the columns before them it has read already, and finds in its cache."""
+    """Run the model on `ids` (n, t), which belong to the last t columns of `mask` (n, L). The
+    columns before them, if any, are in its cache. Returns its output."""
     # Positions begin at 0 with the first real token of a row: padding before it must not count.
     # Models with rotary positions forgive a shift, those with learned ones go wrong by many nats.
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)  # (n, L)
-    return model(input_ids=ids, attention_mask=mask, position_ids=positions[:, -ids.shape[1] :],
-                 **more)
+    positions = positions[:, -ids.shape[1] :]  # (n, t)
+    return model(input_ids=ids, attention_mask=mask, position_ids=positions, **more)
 
 
 def log_probability(logits, ids, temperature=1.0):
     """log softmax(logits / temperature) at the given tokens: (..., V), (...) -> (...)."""
-    logits = logits.float()  # in bfloat16 a log-probability would be off by 0.025 on average
+    logits = logits.float()  # a softmax in bfloat16 is off by hundredths of a nat
     if temperature != 1:
         logits = logits / temperature
     # What the library calls cross-entropy is minus the log-probability of the token.
@@ -579,10 +571,11 @@ def log_probability(logits, ids, temperature=1.0):
     return -loss.view(ids.shape)
 
 
-# That is all that is needed. But G answers have the same prompt, which `token_logprobs` reads G
-# times. `score` reads it once. What attention layers keep of the tokens that they have read is
-# called keys and values, and all of it together the cache. To copy a prompt's cache to its answers
+# That is all that is needed; the rest of this section saves time and memory. The answers to a
+# question have the same prompt, which `score` reads once. What attention layers keep of the tokens
+# that they have read (keys and values) is called the cache. To copy a prompt's cache to its answers
 # is an operation like any other: their gradients flow back through it, and add up.
+
 
 
 def score(model, answers, temperature):
@@ -620,29 +613,29 @@ def has_only_attention(model):
     """Whether no layer is recurrent. Those have a state instead of keys and values, and overwrite
     it in place, which gradients do not survive."""
     config = model.config.get_text_config()  # of a model that sees pictures, the part about text
-    # The kinds of layers, by newer and older name. Models with one kind have neither.
+    # The kinds of layers, by newer and older name. Models with neither should have one kind.
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", [])
     return set(kinds) <= {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def read_prompts(model, prompts):
-    """The model reads n prompts, lists of ids, equal ones once. The sampler begins so, too.
-
-    Returns the cache of n rows, the logits (n, V) of what comes next, and the mask (n, P)."""
+    """Let the model read n prompts (lists of ids), each distinct one only once. The sampler starts
+    with this, too. Returns the cache of n rows, the logits (n, V) of what comes next, and
+    the mask (n, P)."""
     prompts = [tuple(prompt) for prompt in prompts]
     distinct = list(dict.fromkeys(prompts))  # each once, in the same order
-    which = [distinct.index(prompt) for prompt in prompts]
-    which = torch.tensor(which, device=model.device)  # (n,)
+    places = [distinct.index(prompt) for prompt in prompts]
+    which = torch.tensor(places, device=model.device)  # (n,)
     ids, mask = pad_rows(distinct, "left", model.device)
     out = read(model, ids, mask, use_cache=True, logits_to_keep=1)
     cache = out.past_key_values
-    cache.reorder_cache(which)  # a row for each distinct prompt becomes a row for each of the n
+    cache.reorder_cache(which)  # row i becomes a copy of row which[i], so rows are repeated too
     return cache, out.logits[which, -1], mask[which]
 
 
 @torch.no_grad()
 def write_logprobs(learner, model, answers, name, config):
-    """Write log pi of their tokens under `model` into the answers, under the `name` that it has."""
+    """Score the answers with `model`, and keep the log-probs in their field `name`."""
 
     def work(parts):
         for part in parts:
@@ -654,17 +647,16 @@ def write_logprobs(learner, model, answers, name, config):
 
 
 def in_parts(work, items, at_once, unit):
-    """work(parts), where `parts` are the items in lists of at_once[unit].
-
-    Where memory is too small, all of it again, and from then on, with half as many at once."""
+    """Call work(parts), where `parts` are the items in lists of at_once[unit]. Where memory is too
+    small, halve that number for good, and start over."""
     while True:
-        count = at_once[unit]
+        count = max(1, min(at_once[unit], len(items)))
         try:
             return work([items[i : i + count] for i in range(0, len(items), count)])
         except torch.OutOfMemoryError:
             if count == 1:
                 raise
-        # Outside of `except`: as long as the error is there, so is all that was in memory.
+        # Outside of `except`, because the error keeps its tensors in memory.
         torch.cuda.empty_cache()
         at_once[unit] = count // 2
         tqdm.write(f"out of memory: from here on {count // 2} {unit} at once")
@@ -678,7 +670,7 @@ def in_parts(work, items, at_once, unit):
 # from another distribution than the one whose probabilities go into the ratio. The loop below draws
 # from all of softmax(logits / temperature), and keeps the log-probabilities that it drew with.
 #
-# By them we know that sampler and scorer agree. A ratio of 1 at the first update proves nothing:
+# They let us check that sampler and scorer agree. A ratio of 1 at the first update proves nothing:
 # both its sides, pi_theta and pi_old, come from the scorer. But the mean distance between the
 # sampler's log-probs and the scorer's is logged as sampler_gap: 1e-6 in float32, a few hundredths
 # at most in bfloat16, which rounds differently in the two. More means that one of them uses another
@@ -686,7 +678,7 @@ def in_parts(work, items, at_once, unit):
 
 def sample(learner, tokenizer, examples, config):
     """A group of G answers to each of the examples' prompts, all at once if memory allows: on a GPU
-    each token waits for the launch of hundreds of programs, so many rows take as long as few."""
+    each token waits for the launch of hundreds of kernels, so many rows take as long as few."""
 
     def work(parts):
         groups = []
@@ -714,8 +706,7 @@ def sample_groups(model, tokenizer, prompts, num_generations, *, max_completion_
     exactly softmax(logits / temperature), up to the first of the model's end tokens, or
     `max_completion_length` tokens. Temperature 0 takes the likeliest token each time, and its
     log-probs are those at temperature 1. Reproducible under torch.manual_seed. Leaves the model in
-    eval mode: with dropout it would be another policy each time. ValueError for what is out of
-    range, and where there are no prompts, no tokens in one, or no end tokens."""
+    eval mode. ValueError for what is out of range, no prompts, no tokens in one, no end tokens."""
     G = num_generations
     cap = max_completion_length
     if isinstance(prompts, str) or not prompts or G < 1 or cap < 1 or not temperature >= 0:
@@ -740,7 +731,9 @@ def sample_groups(model, tokenizer, prompts, num_generations, *, max_completion_
         tokens = draw_tokens(logits, temperature)  # (n,)
         ids[live, t] = tokens
         logprobs[live, t] = log_probability(logits, tokens, temperature or 1.0)
-        if t % 4 == 3:  # not at every token: to ask a GPU which rows have ended is to wait for it
+        # Not at every token, because to ask a GPU which rows have ended is to wait for it. What an
+        # ended row still draws is cut off below.
+        if t % 4 == 3:
             ended = torch.isin(ids[live], torch.tensor(end_ids, device=ids.device)).any(dim=1)
             going_on = (~ended).nonzero().squeeze(1)  # places among the n
             if len(going_on) == 0:
@@ -766,6 +759,7 @@ def draw_tokens(logits, temperature):
     if temperature == 0:
         return logits.argmax(dim=-1)
     # Lay the V probabilities end to end on a line, and see on whose stretch a random point falls.
+    # (torch.multinomial does the same, much slower on a CPU, and makes the CPU wait for a GPU.)
     probabilities = (logits.float() / temperature).softmax(dim=-1)  # (n, V)
     wide = torch.float64  # a float32 sum of 150,000 terms loses the small ones
     if logits.device.type == "mps":
@@ -784,18 +778,16 @@ def encode_prompt(tokenizer, prompt):
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
     else:
-        # add_generation_prompt says "now the assistant speaks"; else it would go on asking.
         ids = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=False)  # its turn now
     if not ids:
         raise ValueError(f"the prompt {prompt!r} has no tokens, so there is nothing to go on from")
     return ids
 
 
 def end_token_ids(model, tokenizer):
-    """All ids that end an answer, a sorted list. ValueError if there is none.
-
-    Qwen has two. To miss one would train the model on what it babbles after its answer."""
+    """All ids that end an answer, sorted. Qwen has two, and to miss one would train the model on
+    what it babbles after its answer. ValueError if there is none."""
     found = set()
     for source in (model.generation_config, model.config, tokenizer):  # any of them may know some
         ids = getattr(source, "eos_token_id", None)
@@ -808,21 +800,21 @@ def end_token_ids(model, tokenizer):
 
 
 # ---- 10. Grading -------------------------------------------------------------------------------
-# A reward function is called as TRL calls one (Hugging Face's library for such training, where many
-# readers will go next), so that one written for the one runs in the other. For a data set of chats
-# with a column `answer`, the rule of section 1 is
+# A reward function has the signature that TRL expects (Hugging Face's library for such training,
+# where many readers will go next), so one written here runs there. For a data set of chats with a
+# column `answer`, the rule of section 1 is
 #
 #     def boxed_reward(prompts, completions, answer, **other_columns):
 #         texts = [completion[0]["content"] for completion in completions]
 #         return [rule_reward(text, right) for text, right in zip(texts, answer)]
 
 def grade(reward_fn, groups):
-    """Set the rewards of groups of answers, N in all, to what the reward function returns for
+    """Call the reward function for groups of answers, N in all, and keep the rewards in them.
 
-        reward_fn(prompts=, completions=, completion_ids=, **other columns)
+        reward_fn(prompts=, completions=, completion_ids=, **other columns) -> N finite numbers
 
-    with N values in each, which it must not change. Completions are strings where prompts are, else
-    chats of one message. ValueError for anything but a finite number for each."""
+    Each argument is a list of N values, which the function must not change. Completions are strings
+    where prompts are, else chats of one message. ValueError for too few numbers, NaN, inf."""
     answers = sum(groups, [])
     columns = {}
     for name in answers[0].example:
@@ -846,13 +838,14 @@ def grade(reward_fn, groups):
 def update(learner, answers, config):
     """Learn from answers: num_iterations passes of num_mini_batches updates each.
 
-    Returns metrics: means over the tokens that were learned from, or over the updates. An update
-    whose gradient is not finite is skipped; FloatingPointError after three steps of only such."""
+    Returns metrics, averaged over the tokens learned from or over the updates. An update whose
+    gradient is not finite is skipped; FloatingPointError after three steps of only such. The model
+    stays in eval mode: with dropout, pi_theta and pi_old would be different networks."""
     results = []  # the metrics of micro-batches
     norms = []  # the lengths of the updates' gradients
     for _ in range(config.num_iterations):
-        # Every pass has all answers, shuffled anew.
-        for places in torch.randperm(len(answers)).tensor_split(config.num_mini_batches):
+        order = torch.randperm(len(answers))  # every pass has all answers, shuffled anew
+        for places in order.tensor_split(config.num_mini_batches):
             mini_batch = [answers[i] for i in sorted(places.tolist())]  # the longest first, still
             found = compute_gradient(learner, mini_batch, config)
             # All gradients together are one long vector. If it is longer than max_grad_norm, it is
@@ -863,9 +856,10 @@ def update(learner, answers, config):
                 continue
             learner.optimizer.step()
             for parameter, master in zip(learner.parameters, learner.masters):
-                parameter.data.copy_(master)  # rounded, if the model computes in bfloat16
+                parameter.data.copy_(master)  # rounds in bfloat16; otherwise changes nothing
             results += found
             norms.append(norm)
+    learner.optimizer.zero_grad()  # sampling needs the memory
     learner.failed = 0 if norms else learner.failed + 1
     if learner.failed == 3:
         raise FloatingPointError("three steps in a row without an update")
@@ -890,19 +884,18 @@ def compute_gradient(learner, mini_batch, config):
         answers = [answer for answer in answers if not answer.truncated]
     tokens_in_all = sum(len(answer.ids) for answer in answers)
     if config.beta == 0:
-        # Without KL, an answer whose advantage is 0 has no gradient. It need not be computed, but
-        # still counts wherever answers or tokens are counted, so that nothing else changes.
+        # Without KL, an answer whose advantage is 0 has no gradient, and need not be computed. It
+        # still counts in the divisors. (If there is no other, the weights do not move at all.)
         answers = [answer for answer in answers if answer.advantage != 0]
 
     def work(parts):
-        learner.model.zero_grad()  # what an attempt that ran out of memory may have left
-        learner.optimizer.zero_grad()
+        learner.optimizer.zero_grad()  # the last update's, or what an attempt that ran out of
+        learner.model.zero_grad()  # memory may have left
         results = []
         for part in parts:
             loss, metrics = micro_batch_loss(learner, part, config)
-            # This loss is an average over a micro-batch. It counts by its share of the mini-batch:
-            # of the tokens if it is an average over tokens, else of the answers. If all
-            # micro-batches counted the same, how they are cut would decide what a token weighs.
+            # An average over a micro-batch counts by its share of the mini-batch: of the tokens if
+            # it is over tokens, else of the answers. If all counted the same, the cut would matter.
             share = len(part) / len(mini_batch)
             if config.loss_type == "dapo":
                 share = metrics["tokens"] / tokens_in_all
@@ -965,7 +958,7 @@ def knob(default, text):
 
 @dataclass
 class GRPOConfig:
-    """Every setting, under TRL's name where it has one. ValueError for impossible values."""
+    """Every setting, mostly under TRL's names. ValueError for impossible values."""
 
     # What is sampled in a step: prompts_per_step * num_generations answers.
     num_generations: int = knob(8, "G, answers to each question; 4 is few, 16 is comfortable")
@@ -983,7 +976,7 @@ class GRPOConfig:
     use_bias_correction_kl: bool = knob(False, "multiply the KL by the ratio, as TRL does")
     importance_sampling_level: str = knob("token", "one ratio for each token, or sequence: GSPO")
     mask_truncated_completions: bool = knob(False, "leave cut answers out of the loss")
-    dynamic_sampling: int = knob(0, "times that groups of equal rewards make room for fresh ones")
+    dynamic_sampling: int = knob(0, "rounds of replacing groups of equal rewards by fresh ones")
     # The update, section 11.
     steps: int = knob(300, "rounds of sampling and learning")
     num_iterations: int = knob(1, "passes over the answers of a step")
@@ -1002,11 +995,16 @@ class GRPOConfig:
                  "steps": 1, "num_iterations": 1, "num_mini_batches": 1, "micro_batch_size": 1,
                  "temperature": 1e-6, "max_grad_norm": 1e-6}  # and 0 for all others
         for name, value in vars(self).items():
+            if hasattr(value, "item"):  # one of numpy's numbers, which a checkpoint may not hold
+                value = value.item()
+                setattr(self, name, value)
             low = least.get(name, 0)
             # Written so that NaN is refused as well: it is not in any interval.
             if isinstance(value, (int, float)) and not low <= value < math.inf:
                 raise ValueError(f"{name} is {value}, and must be a finite number from {low} on")
-        # The names are tried out, on what knows them.
+        if self.num_mini_batches > self.prompts_per_step * self.num_generations:
+            raise ValueError(f"num_mini_batches is {self.num_mini_batches}: more than answers")
+        # Names are checked by the functions that use them.
         zeros = torch.zeros(1, 2)
         group_advantages(zeros, self.scale_rewards)
         grpo_loss(zeros, zeros, zeros, zeros[:, 0], zeros, loss_type=self.loss_type,
@@ -1022,21 +1020,21 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
     `dataset`: a datasets.Dataset or a list of dicts, with a column `prompt` (strings, or chats) and
     any others, which go to the reward function: section 10. Without an `output_dir` nothing is
     saved. With one there is metrics.jsonl, a line a step, and every `save_steps` steps and at the
-    end a checkpoint, from which `resume` goes on, given the same data and the model as it was in
-    the beginning. The trained model itself is saved by model.save_pretrained(folder)."""
+    end a checkpoint, from which `resume` goes on, given the same data and the untrained model. To
+    export the trained one, call model.save_pretrained(folder)."""
     steps = training_steps(model, tokenizer, dataset, reward_fn, config, output_dir, resume)
     history = [metrics for metrics, _ in steps]
-    if output_dir:
+    if output_dir:  # the file has the steps from before a resume as well
         lines = Path(output_dir, "metrics.jsonl").read_text().splitlines()
         history = [json.loads(line) for line in lines]
     return history
 
 
 def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=False):
-    """The loop, as a generator: it yields (metrics, learner) after each step, and the caller can do
-    what it likes in between, `for metrics, learner in training_steps(...): evaluate(...)`.
-
-    Arguments are those of `train`. What a step leaves on the disk is there before it yields."""
+    """The loop, as a generator that yields (metrics, learner) after each step, so that the caller
+    can evaluate in between. What a step leaves on the disk is there before it yields."""
+    if resume and not output_dir:
+        raise ValueError("resume=True needs the output_dir of the run that is to go on")
     check_prompts(model, tokenizer, dataset, config)
     learner = make_learner(model, config)
     if output_dir:
@@ -1048,11 +1046,12 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
         # The learning rate goes up in a line, then down, to 0 after the last step.
         up = step / max(1, config.warmup_steps)
         down = (config.steps + 1 - step) / max(1, config.steps + 1 - config.warmup_steps)
-        learner.optimizer.param_groups[0]["lr"] = config.learning_rate * min(up, down, 1.0)
+        learner.optimizer.param_groups[0]["lr"] = config.learning_rate * min(up, down)
         # All random numbers of a step, a reward function's included, come from the seed and the
-        # step's number: a run that goes on draws what it would have drawn.
+        # step's number. So a resumed run draws the same ones (unless memory ran out).
         set_seed((config.seed * 1_000_003 + step) % 2**32)
-        metrics = {"step": step, **train_step(learner, tokenizer, questions, reward_fn, config)}
+        metrics = {"step": step}
+        metrics |= train_step(learner, tokenizer, questions, reward_fn, config)
         learner.history.append(metrics)
         bar.set_postfix_str(f"reward {metrics['reward_mean']:.2f}")
         if output_dir:
@@ -1064,6 +1063,8 @@ def check_prompts(model, tokenizer, dataset, config):
     """Refuse prompts that do not fit, before the first step and not at the 812th."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     room = context - config.max_completion_length
+    if not len(dataset):
+        raise ValueError("the data set is empty")
     for place, example in enumerate(dataset):
         length = len(encode_prompt(tokenizer, example["prompt"]))
         if length > room:
@@ -1077,23 +1078,24 @@ def make_learner(model, config):
     On a GPU with bfloat16 the model computes in it, which is about twice as fast. But an update at
     learning rate 1e-6 is far smaller than the gap between neighbouring bfloat16 numbers: some 98 %
     of the weights would not move at all. So the optimizer moves float32 copies, the masters, and
-    the model gets them, rounded, after each update. Everywhere else (CPU, Apple's GPUs, older
-    cards) the model computes in float32, and masters and parameters are the same memory."""
+    the model gets them, rounded, after each update. Elsewhere (CPU, Apple's GPUs, older cards), the
+    model computes in float32, and masters and parameters are the same memory."""
     on_gpu = model.device.type == "cuda"
     in_bf16 = config.bf16
     if in_bf16 is None:
         in_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    parameters = []
+    masters = []
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
+        if not parameter.is_floating_point() or parameter.element_size() < 2:
             raise ValueError(f"{name} is {parameter.dtype}: load the model without quantization")
-        parameter.data = parameter.data.float()
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    masters = [parameter.detach() for parameter in parameters]  # not copies: the same memory
-    if in_bf16:
+        wide = parameter.detach().float()
         # Only parameters are cast. `model.to(torch.bfloat16)` would round a buffer as well, the
         # frequencies of the rotary positions, and get the angles of all late positions wrong.
-        for parameter in model.parameters():
-            parameter.data = parameter.data.bfloat16()  # the float32 numbers stay in `masters`
+        parameter.data = wide.bfloat16() if in_bf16 else wide
+        if parameter.requires_grad:
+            parameters.append(parameter)
+            masters.append(wide)
     reference = None
     if config.beta > 0:
         reference = copy.deepcopy(model).eval().requires_grad_(False)
@@ -1107,8 +1109,7 @@ def make_learner(model, config):
 def question_stream(dataset, learner, seed):
     """Examples for ever, shuffled anew each epoch, none twice before all were seen.
 
-    It counts in learner.questions_seen, and begins where that stands, so that a resumed run goes on
-    where it was: the order depends on nothing but the seed."""
+    It begins where learner.questions_seen stands, and the order depends on nothing but the seed."""
     while True:
         epoch, place = divmod(learner.questions_seen, len(dataset))
         # A large prime, so that the epochs of one seed are not those of the next.
@@ -1119,8 +1120,8 @@ def question_stream(dataset, learner, seed):
 
 
 # ---- 14. A run folder --------------------------------------------------------------------------
-# metrics.jsonl, and checkpoint.pt with all that a run needs to go on. Each is written beside the
-# old one and then renamed, so whatever kills the process, there is one whole file.
+# metrics.jsonl, and checkpoint.pt with what a run needs to go on. Each is written beside the old
+# one and then renamed, so whatever kills the process, there is one whole file.
 
 def save_run(folder, learner, config):
     """Write the metrics of all steps and, if it is due, the checkpoint: 12 bytes a weight."""
@@ -1138,15 +1139,15 @@ def save_run(folder, learner, config):
 
 def open_folder(folder, learner, config, resume):
     """Make the folder, or put its checkpoint into `learner`. Where there is no checkpoint yet, the
-    run begins again. ValueError if there is a run that is not to be resumed, or is another one."""
+    run begins again. ValueError for a run that is not to be resumed, or has other settings."""
     folder.mkdir(parents=True, exist_ok=True)
-    if not resume and (folder / "metrics.jsonl").exists():
+    saves = (folder / "checkpoint.pt").exists()
+    if not resume and (saves or (folder / "metrics.jsonl").exists()):
         raise ValueError(f"{folder} holds a run: resume it, or name another folder")
-    if not resume or not (folder / "checkpoint.pt").exists():
+    if not saves:
         return
-    # weights_only: nothing that a file may hold is run.
     saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
-    may_change = ("save_steps", "micro_batch_size")
+    may_change = ("save_steps", "micro_batch_size")  # (`steps` shapes the learning rate)
     for name, value in asdict(config).items():
         if saved["settings"][name] != value and name not in may_change:
             raise ValueError(f"{folder} holds another run: there {name} is "
@@ -1162,8 +1163,8 @@ def open_folder(folder, learner, config, resume):
 # ---- 15. The relatives -------------------------------------------------------------------------
 # GRPO's relatives share everything above but a line or two. As settings:
 #
-#   Dr. GRPO   scale_rewards="none", loss_type="dr_grpo". A std is small where a question is almost
-#              solved, or almost hopeless; to divide by it makes those questions count more
+#   Dr. GRPO   scale_rewards="none", loss_type="dr_grpo", beta=0. A std is small where a question is
+#              almost solved, or almost hopeless; to divide by it makes those questions count more
 #   RLOO       scale_rewards="rloo", loss_type="dr_grpo", beta=0, one update per step. The log-prob
 #              of an answer is the sum of its tokens', and only dr_grpo sums
 #   REINFORCE  the same with scale_rewards="none". Then r = 1, and the gradient of r * A is A times
@@ -1172,14 +1173,19 @@ def open_folder(folder, learner, config, resume):
 #              dynamic_sampling > 0, beta=0, and `overlong_penalty` added to the reward
 #   GSPO       importance_sampling_level="sequence" (arXiv:2507.18071): all tokens of an answer have
 #              the same ratio, the geometric mean of theirs. It stays much closer to 1, so the paper
-#              takes epsilon=3e-4, epsilon_high=4e-4. (Some teaching code takes the product. A
-#              change of 1 % a token is then a factor of 20 after 300 tokens, outside of every clip)
+#              takes epsilon=3e-4, epsilon_high=4e-4. (Some code takes the product: then 1 % a token
+#              is a factor of 20 after 300 tokens, outside of every clip)
 #   TRL        use_bias_correction_kl=True, its default as of 1.16. The answers were drawn from
-#              pi_old; multiplied by r, the mean of the KL is one over pi_theta's
+#              pi_old; multiplying by r makes the mean of the KL a mean over pi_theta's tokens
 #
-# mask_truncated_completions leaves cut answers out of the loss, but not out of their group's mean
-# nor out of the divisor. PPO itself stays out: its advantage is R_i minus what a trained critic
-# expects (if the only reward comes at the end, and counts the same however late that is).
+# mask_truncated_completions leaves truncated answers out of the loss, but not out of their group's
+# mean nor, except with "dapo", out of the divisor. PPO is left out: it needs a trained critic.
+#
+# Autograd does not see that pi_theta also decides which tokens are drawn, so the mean of an
+# estimate's gradient need not be the gradient of the KL. Over tokens drawn from pi_theta, that of
+# k2, the mean of log(pi_theta/pi_ref) * grad log pi_theta, is. That of k3, the mean of
+# (1 - pi_ref/pi_theta) * grad log pi_theta, is the gradient of KL(pi_ref || pi_theta), which also
+# holds the policy back. r * k3 adds k3 * grad log pi_theta to it: k2's gradient again, at r = 1.
 
 def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
     """Estimates of KL(pi_theta || pi_ref) per token: (N, T), (N, T) -> (N, T).
@@ -1191,13 +1197,7 @@ def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
     "abs"         |x|
     "mse"         k2 = x^2 / 2. Its value is biased, its gradient is the right one
 
-    ValueError for any other name. The right one? Which tokens are drawn depends on pi_theta, and
-    autograd does not see that, so the mean of an estimate's gradient is not the gradient of its
-    mean. Over tokens drawn from pi_theta, that of k2, the mean of x * grad log pi_theta, is the
-    gradient of the KL. That of k3, the mean of (1 - pi_ref/pi_theta) * grad log pi_theta, is
-    -sum(pi_ref * grad log pi_theta), the gradient of KL(pi_ref || pi_theta): the other way round,
-    but it holds the policy back as well. Times r, k3 gains k3 * grad log pi_theta. At r = 1 the sum
-    is x * grad log pi_theta: the right one again."""
+    ValueError for any other name."""
     x = logprobs - ref_logprobs  # (N, T)
     if kl_penalty_type == "low_var_kl":
         return k3_kl(logprobs, ref_logprobs)
@@ -1237,7 +1237,7 @@ if __name__ == "__main__":
     # The 1.0 are padding: answers 2 and 3 have no second token.
     probabilities = torch.tensor([[0.3, 0.2], [0.1, 1.0], [0.3, 1.0], [0.1, 0.2]])
     logprobs = probabilities.log().requires_grad_()
-    old_logprobs = torch.full((4, 2), 0.2).log()
+    old_logprobs = torch.full((4, 2), 0.2).log()  # of pi_ref as well
     mask = torch.tensor([[1, 1], [1, 0], [1, 0], [1, 1]]).bool()
     surrogate = clipped_surrogate((logprobs - old_logprobs).exp(), advantages)
     k3 = k3_kl(logprobs, old_logprobs)

@@ -3,13 +3,12 @@
 
     python gsm8k_demo.py                       the real thing; without a CUDA GPU, the rehearsal
     python gsm8k_demo.py --rehearsal           a tiny model on the CPU, about a minute, offline
-    python gsm8k_demo.py --random_weights      what will it cost on my card? nothing is learned
     python gsm8k_demo.py --output DIR --resume go on with a run that was interrupted
     python gsm8k_demo.py --help                every knob
 
-The training itself is grpo.py's. Here is what stands around it: first the real run with its data,
-prompt, reward, evaluation and model; then what is kept and shown meanwhile; then the rehearsal, a
-tiny world in which all of it can be watched; and last the measuring with random weights.
+The training itself is grpo.py's. Here is what stands around it: the run, its data and reward, the
+model, the evaluation, what is shown meanwhile, the flags; and then the rehearsal, a tiny world in
+which all of it can be watched.
 
 All weights are trained. LoRA would save memory (Adam's and the gradients' share, not the
 activations'), for another library and another set of knobs: peft has it, and TRL runs GRPO with
@@ -17,7 +16,6 @@ it.
 """
 
 import argparse
-import copy
 import itertools
 import json
 import math
@@ -25,34 +23,28 @@ import random
 import re
 import sys
 import time
-import traceback
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from dataclasses import asdict, dataclass
 from operator import add, mul, sub
 from pathlib import Path
-from typing import Callable, Optional
+from typing import Optional
 
 import torch
 from datasets import Dataset, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
-from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig,
-                          HfArgumentParser, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
+from transformers import (AutoModelForCausalLM, AutoTokenizer, HfArgumentParser,
+                          PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
 
-from grpo import (GRPOConfig, MAY_CHANGE, check_examples, computes_in_bf16, extract_boxed, knob,
-                  load_weights, read_metrics, rule_reward, sample_groups, token_logprobs,
-                  training_steps, within_memory)
+from grpo import (GRPOConfig, MAY_CHANGE, check_prompts, in_parts, knob, rule_reward,
+                  sample_groups, training_steps)
 
 # The defaults of the real run are GRPOConfig's: 32 questions x 8 answers = 256 answers a step at
 # learning rate 1e-6, 512 tokens, temperature 1, clip 0.2. Evidence: verl's baseline trains this
 # model on this data at 1e-6 with 256 prompts a step (36 % -> 46 % after 39 steps, 53 % after 99,
 # at most 58 %), and a scaling study takes Qwen3-0.6B-Base from 41 % to 68 % in 56 steps at the same
-# rate. Most of the gain comes early, so 300 steps are plenty. On a GPU, sampling 256 answers takes
-# hardly longer than sampling 8, since each token waits for the launch of kernels and not for
-# arithmetic. A cap of 512 tokens: at 256, more than half of this model's answers are cut off, and
-# earn nothing.
+# rate. Most of the gain comes early, so 300 steps are plenty. A cap of 512 tokens: at 256, more
+# than half of this model's answers are cut off, and earn nothing.
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 SYSTEM_PROMPT = "Solve the problem step by step, and put only the final number into \\boxed{}."
 CHAT = """chat with it:
@@ -70,64 +62,119 @@ class DemoConfig:
     model: Optional[str] = knob(None, "a causal LM with a chat template, or its folder")
     data: Optional[str] = knob(None, "a folder with GSM8K's train.jsonl and test.jsonl")
     rehearsal: bool = knob(False, "a tiny model on made-up problems, offline, in about a minute")
-    random_weights: bool = knob(False, "true shapes, random weights: measures, learns nothing")
     output: Optional[str] = knob(None, "folder of the run; default: a new one in runs/")
-    resume: bool = knob(False, "go on from the last checkpoint in --output")
+    resume: bool = knob(False, "go on with the run in --output")
     eval_questions: Optional[int] = knob(None, "test questions to evaluate on; default: all")
-    eval_every: int = knob(0, "evaluate every so many steps too, and keep the best model")
+    eval_every: int = knob(0, "evaluate every so many steps too; 0: only before and after")
     show_steps: int = knob(10, "show one group of answers every so many steps; 0: never")
 
 
-# ------------------------------------------------------------------------------------------------
-# Data and reward
-# ------------------------------------------------------------------------------------------------
+# ---- The run -----------------------------------------------------------------------------------
 
 
-def make_prompt(question):
-    """The chat in which the model is asked a question."""
-    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
+def run(model, tokenizer, train_data, test_data, config, demo):
+    """Evaluate, train, evaluate, save."""
+    folder = Path(demo.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "settings.json", asdict(config) | asdict(demo))
+    results = {}
+    if demo.resume and (folder / "results.json").exists():
+        results = read_json(folder / "results.json")
+
+    def judge(name):
+        results[name] = evaluate(model, tokenizer, test_data, config.max_completion_length,
+                                 sampled=demo.rehearsal)
+        write_json(folder / "results.json", results)
+        tqdm.write(show_result(name, results))
+
+    # Here, since `training_steps` will put the checkpoint of a resumed run into the model.
+    if "before" not in results:
+        judge("before")
+    due = [step for step in range(1, config.steps) if is_due(step, demo.eval_every)]
+    for metrics, learner in training_steps(model, tokenizer, train_data, boxed_reward, config,
+                                           folder, demo.resume):
+        step = metrics["step"]
+        if step == 1:
+            check_gap(metrics["sampler_gap"])
+        if step == 1 and demo.show_steps or is_due(step, demo.show_steps):
+            show_group(learner.groups, metrics, folder)
+        if step in due:
+            judge(f"step {step}")
+    # Saved before its evaluation, in which something may go wrong.
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    judge("after")
+    show_end(test_data, results, due, folder)
 
 
-def gsm8k_example(row):
-    """One row of GSM8K, {"question", "answer"} or that as a line of JSON -> an example."""
-    if isinstance(row, str):
-        row = json.loads(row)
-    question = row["question"].strip()
-    solution, _, answer = row["answer"].rpartition("####")  # it ends in "#### 1,234"
-    solution = solution.strip()
-    answer = answer.strip()
-    if not (question and solution and answer):
-        raise ValueError("no question, or no answer after '####'")
-    return {"prompt": make_prompt(question), "answer": answer, "solution": solution}
+def is_due(step, every):
+    """Whether something comes round at this step that comes every so many steps; 0: never."""
+    return every > 0 and step % every == 0
+
+
+def check_gap(gap):
+    """Warn if sampler and scorer do not agree: the ratio, and all that is learned, would be noise.
+    """
+    if not gap <= 0.1:  # NaN is not below anything, so this warns of it too
+        tqdm.write(f"warning: sampler and scorer are {gap:.3f} nats a token apart, and should be "
+                   f"below 0.1: does this model take other masks or positions than it is given?")
+
+
+def read_json(path):
+    """What the file holds."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_json(path, content):
+    """Write beside the old file, then in its place: whatever happens, there is a whole one."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(content, indent=2), encoding="utf-8")
+    new.replace(path)
+
+
+# ---- Data and reward ---------------------------------------------------------------------------
 
 
 def load_gsm8k(folder=None):
     """GSM8K, from a folder with its train.jsonl and test.jsonl, or else from the hub.
 
-    Returns [train, test], datasets with the columns prompt (a chat), answer ("72") and solution.
-    OSError where there is nothing to load, ValueError for a broken row.
+    Returns [train, test], datasets with the columns prompt (a chat) and answer ("72"). OSError
+    where there is nothing to load, ValueError for a broken row.
     """
-    source = folder or "openai/gsm8k"
     parts = []
     for part in ("train", "test"):
+        source = f"openai/gsm8k, {part}"
         try:
             if folder:
-                with open(Path(folder, f"{part}.jsonl"), encoding="utf-8") as file:
-                    rows = file.readlines()
+                source = Path(folder, f"{part}.jsonl")
+                rows = source.read_text(encoding="utf-8").strip().split("\n")
             else:
-                rows = load_dataset(source, "main", split=part)
-        except Exception as error:
-            raise OSError(f"cannot load {source} ({error}). Without a network: --rehearsal, or "
+                rows = load_dataset("openai/gsm8k", "main", split=part)
+        except Exception as error:  # of several libraries, and of many kinds
+            raise OSError(f"cannot load {source} ({error!r}). Without a network: --rehearsal, or "
                           "--data and a folder with GSM8K's train.jsonl and test.jsonl") from error
         examples = []
         for place, row in enumerate(rows, 1):
             try:
-                examples.append(gsm8k_example(row))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                where = f"{source}, {part}, line {place}"
-                raise ValueError(f"{where}: {error!r} in {row!r:.80}") from error
+                examples.append(gsm8k_example(json.loads(row) if folder else row))
+            except Exception as error:
+                raise ValueError(f"{source}, line {place}: {error!r} in {row!r:.200}") from error
         parts.append(Dataset.from_list(examples))
     return parts
+
+
+def gsm8k_example(row):
+    """One row of GSM8K, {"question", "answer"}, as an example with a prompt and an answer."""
+    solution, marks, answer = row["answer"].rpartition("####")  # it ends in "#### 1,234"
+    if not marks:
+        raise ValueError("no #### before the answer")
+    # Seconds before hours: is the reward right on right answers?
+    reward = rule_reward(f"{solution} \\boxed{{{answer}}}", answer)
+    if reward != 1.5:
+        raise ValueError(f"this reference solution earns {reward} instead of 1.5")
+    prompt = [{"role": "system", "content": SYSTEM_PROMPT},
+              {"role": "user", "content": row["question"].strip()}]
+    return {"prompt": prompt, "answer": answer.strip()}
 
 
 def boxed_reward(prompts, completions, answer, **columns):
@@ -144,9 +191,80 @@ def boxed_reward(prompts, completions, answer, **columns):
     return rewards
 
 
-# ------------------------------------------------------------------------------------------------
-# Evaluation
-# ------------------------------------------------------------------------------------------------
+# ---- The model ---------------------------------------------------------------------------------
+
+
+def load_model(name):
+    """Returns (model, tokenizer) of that name, or in that folder, on the GPU if there is one.
+
+    OSError if they cannot be loaded, ValueError if there is no chat template.
+    """
+    device = "cpu"
+    dtype = torch.float32
+    if torch.backends.mps.is_available():
+        device = "mps"
+    if torch.cuda.is_available():
+        device = "cuda"
+        dtype = "auto"  # the checkpoint's own
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        # Safetensors only: to load the older format is to run whatever it holds.
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
+    except Exception as error:  # of several libraries, and of many kinds
+        raise OSError(f"cannot load {name}: {error} Is the network there, and the name right? A "
+                      "local folder works offline; --rehearsal needs nothing at all") from error
+    if tokenizer.chat_template is None:
+        raise ValueError(f"{name} has no chat template; take an instruct model, like {MODEL}")
+    return model.to(device), tokenizer
+
+
+# ---- Evaluation --------------------------------------------------------------------------------
+
+
+def evaluate(model, tokenizer, dataset, max_completion_length=512, sampled=False):
+    """Accuracy of greedy answers to a dataset with the columns `prompt` and `answer`.
+
+    `sampled` adds the accuracy at temperature 1, one answer to each question: greedy accuracy
+    alone flatters, since it also rises when a model merely becomes surer of what it did most
+    often before. Returns the dict that stands in results.json. Sets the random numbers; the
+    training does not mind, since each of its steps sets them anew.
+    """
+    examples = list(dataset)
+    prompts = [example["prompt"] for example in examples]
+    answers = [example["answer"] for example in examples]
+    total = max(len(examples), 1)
+    at_once = {"questions": min(256, total)}
+
+    def answer_all(temperature):
+        def work(parts):
+            groups = []
+            for part in tqdm(parts, "evaluating", leave=False):
+                groups += sample_groups(model, tokenizer, part, 1, temperature=temperature,
+                                        max_completion_length=max_completion_length)
+            return [group[0].text for group in groups]
+
+        torch.manual_seed(0)
+        return in_parts(work, prompts, at_once, "questions")
+
+    texts = answer_all(temperature=0)
+    right = sum(map(is_right, texts, answers))
+    lenient = sum(is_right(text, answer, lenient=True) for text, answer in zip(texts, answers))
+    result = {"questions": len(examples), "accuracy": right / total,
+              "interval": wilson(right, len(examples)), "lenient_accuracy": lenient / total,
+              "examples": texts[:3]}
+    if sampled:
+        result["sampled_accuracy"] = sum(map(is_right, answer_all(1.0), answers)) / total
+    return result
+
+
+def is_right(text, answer, lenient=False):
+    """Strict: the last box holds the answer. Lenient: if nothing is boxed, the last number."""
+    if lenient and rule_reward(text, answer) == 0.0:
+        # A minus between two digits, as in "5-7", is no sign.
+        numbers = re.findall(r"(?:(?<![0-9])-)?\$?[0-9][0-9,]*(?:\.[0-9]+)?", text)
+        last = numbers[-1].rstrip(",") if numbers else ""
+        text = f"\\boxed{{{last}}}"
+    return rule_reward(text, answer) == 1.5
 
 
 def wilson(right, total):
@@ -160,370 +278,61 @@ def wilson(right, total):
     return [max(0.0, middle - half) / (1 + z2), (middle + half) / (1 + z2)]
 
 
-def is_right(text, answer, lenient=False):
-    """Strict: the last box holds the answer. Lenient: if nothing is boxed, the last number."""
-    if lenient and rule_reward(text, answer) == 0.0:
-        # A minus between two digits, as in "5-7", is no sign.
-        numbers = re.findall(r"(?:(?<![0-9])-)?\$?[0-9][0-9,]*(?:\.[0-9]+)?", text)
-        last = numbers[-1].rstrip(",") if numbers else ""
-        text = f"\\boxed{{{last}}}"
-    return rule_reward(text, answer) == 1.5
+# ---- What is shown -----------------------------------------------------------------------------
 
 
-def evaluate(model, tokenizer, dataset, max_completion_length=512, batch_size=256, sampled=False):
-    """Accuracy of greedy answers to a dataset with the columns `prompt` and `answer`.
-
-    `sampled` adds the accuracy at temperature 1, one answer to each question: greedy accuracy
-    alone flatters, since it also rises when a model merely becomes surer of what it did most
-    often before. The training's random numbers are not touched. Where memory is short, fewer
-    than `batch_size` are answered at once. Returns the dict that stands in results.json.
-    """
-    examples = list(dataset)
-    prompts = [example["prompt"] for example in examples]
-    answers = [example["answer"] for example in examples]
-    total = max(len(examples), 1)
-    at_once = {"prompts": min(batch_size, total)}
-
-    def answer_all(temperature):
-        def work(count):
-            texts = []
-            for start in tqdm(range(0, len(prompts), count), "evaluating", leave=False):
-                texts += sample_groups(model, tokenizer, prompts[start : start + count], 1,
-                                       max_completion_length=max_completion_length,
-                                       temperature=temperature).texts
-            return texts
-
-        torch.default_generator.manual_seed(0)
-        return within_memory(work, at_once, "prompts")
-
-    with torch.random.fork_rng(devices=[]):
-        texts = answer_all(temperature=0)
-        samples = answer_all(temperature=1.0) if sampled else []
-    right = sum(map(is_right, texts, answers))
-    lenient = sum(is_right(text, answer, lenient=True) for text, answer in zip(texts, answers))
-    result = {"questions": len(examples), "accuracy": right / total,
-              "interval": wilson(right, len(examples)), "lenient_accuracy": lenient / total,
-              "examples": texts[:3]}
-    if sampled:
-        result["sampled_accuracy"] = sum(map(is_right, samples, answers)) / total
-    return result
-
-
-# ------------------------------------------------------------------------------------------------
-# The real world: a model from the hub, GSM8K, the rule
-# ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class World:
-    """What is trained, on what, and how it is graded. `run` treats all worlds alike."""
-
-    model: torch.nn.Module
-    tokenizer: PreTrainedTokenizerFast
-    train_data: Dataset  # with the columns prompt and answer
-    test_data: Dataset  # or a list of its examples
-    reward: Callable  # a reward function, as `train` takes one
-    watch: Callable  # texts of a step -> {name: share of them}; drawn as curves in the end
-    last_words: str  # printed at the very end
-    sampled: bool = False  # evaluate at temperature 1 as well
-    keep_model: bool = True  # save what was trained
-
-
-def load_model(name, random_weights=False, bf16=None):
-    """Returns (model, tokenizer) of that name, or in that folder, on the GPU if there is one.
-
-    `bf16` is the setting of the training to come; None: where the GPU can. OSError if they cannot
-    be loaded, ValueError if there is no chat template.
-    """
-    device = "cpu"
-    if torch.backends.mps.is_available():
-        device = "mps"
-    if torch.cuda.is_available():
-        device = "cuda"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        if random_weights:
-            config = AutoConfig.from_pretrained(name)
-            torch.manual_seed(0)  # the same weights when the run is resumed
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            with suppress(OSError):  # where there is such a file, some end tokens stand only there
-                model.generation_config = GenerationConfig.from_pretrained(name)
-        else:
-            # Where the training will be in bfloat16, the checkpoint's own precision, so that the
-            # model is evaluated as it will be trained. Safetensors only: to load the older format
-            # is to run whatever it holds.
-            if bf16 is None:
-                bf16 = computes_in_bf16(torch.empty(0, device=device))
-            dtype = "auto" if bf16 else torch.float32
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        raise OSError(f"cannot load {name}: {error}\nIs the network there, and the name right? A "
-                      "local folder works offline; --rehearsal needs nothing at all") from error
-    if tokenizer.chat_template is None:
-        raise ValueError(f"{name} has no chat template; take an instruct model, like {MODEL}")
-    return model.to(device), tokenizer
-
-
-def save_model(model, tokenizer, folder):
-    """In the Hugging Face format, generation settings included, in the model's own precision."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def share_boxed(texts):
-    """How many of the answers have a box, right or wrong: the first thing that is learned."""
-    return {"boxed": sum(extract_boxed(text) is not None for text in texts) / len(texts)}
-
-
-def real_world(config, demo):
-    """The model that --model names, and GSM8K."""
-    train_data, test_data = load_gsm8k(demo.data)
-    model, tokenizer = load_model(demo.model, bf16=config.bf16)
-    last_words = CHAT.format(output=demo.output, system=SYSTEM_PROMPT)
-    return World(model, tokenizer, train_data, test_data, boxed_reward, share_boxed, last_words)
-
-
-# ------------------------------------------------------------------------------------------------
-# The run
-# ------------------------------------------------------------------------------------------------
-
-
-def run(world, config, demo, folder):
-    """Check, evaluate, train, evaluate, save. Returns what results.json holds."""
-    check(world, config)
-    if demo.resume:
-        judge_checkpoint(world, config, demo, folder)
-    else:
-        begin_folder(config, demo, folder)
-        judge(world, config, demo, folder, step=0)
-    shares = []
-    for metrics, learner in training_steps(world.model, world.tokenizer, world.train_data,
-                                           world.reward, config, folder.path, demo.resume):
-        step = metrics["step"]
-        shares.append(world.watch(learner.rollout.texts))
-        if len(shares) == 1:
-            show_time_to_go(metrics, config, demo, folder)
-        if demo.show_steps and (step == 1 or is_due(step, demo.show_steps)):
-            group = pick_group(learner)
-            show_group(group, metrics)
-            keep_sample(folder, step, group)
-        if is_due(step, demo.eval_every) and step < config.steps:
-            judge(world, config, demo, folder, step)
-        write_results(folder)  # the seconds so far, should this be the last step
-    history = read_metrics(folder.path)
-    if len(history) < config.steps:
-        advice = f"what was saved goes on with --resume --output {folder.path}"
-        if config.save_steps == 0:
-            advice = "nothing was saved, since save_steps is 0"
-        print(f"stopped after step {len(history)}; {advice}")
-        return folder.results
-    if world.keep_model:
-        # Before its evaluation, in which something may go wrong.
-        save_model(world.model, world.tokenizer, folder.path)
-    judge(world, config, demo, folder, step=config.steps)
-    show_end(world, folder, history, shares)
-    return folder.results
-
-
-def is_due(step, every):
-    """Whether something comes round at this step that comes every so many steps; 0: never."""
-    return every > 0 and step % every == 0
-
-
-def check(world, config):
-    """Seconds before hours: is the reward right on right answers, do sampler and scorer agree?"""
-    model = world.model
-    examples = list(world.train_data)
-    check_examples(examples, model, world.tokenizer, config)
-    for example in examples:
-        solved = f"{example.get('solution', '')} \\boxed{{{example['answer']}}}"
-        reward = rule_reward(solved, example["answer"])
-        if reward != 1.5:
-            raise ValueError(f"this reference solution earns {reward} instead of 1.5: {solved!r}")
-    prompts = [example["prompt"] for example in examples[:2]]
-    rollout = sample_groups(model, world.tokenizer, prompts, 2, max_completion_length=32,
-                            temperature=config.temperature)
-    length = rollout.logprobs.shape[1]
-    with torch.no_grad():
-        scored = token_logprobs(model, rollout.input_ids, rollout.attention_mask, length,
-                                config.temperature)
-    gap = (scored - rollout.logprobs)[rollout.completion_mask].abs().mean().item()
-    print(f"{model.num_parameters() / 1e6:.1f} M parameters on {model.device}, {len(examples)} "
-          f"questions to learn from, {len(world.test_data)} to be tested on")
-    print("checks: all reference solutions earn 1.5; sampler and scorer are "
-          f"{gap:.1e} nats apart")
-    if gap > 0.1:
-        raise ValueError(f"{gap:.3f} nats are too much, the ratio would be noise: does this model "
-                         "take other masks or positions than grpo.py gives it?")
-
-
-def judge(world, config, demo, folder, step):
-    """Evaluate the model as it is after `step`, unless results.json has that already."""
-    name = {0: "before", config.steps: "after"}.get(step, f"step {step}")
-    if name in folder.results:
-        return
-    started = time.perf_counter()
-    result = evaluate(world.model, world.tokenizer, world.test_data,
-                      config.max_completion_length, sampled=world.sampled)
-    folder.results[name] = result
-    folder.results["evaluation_seconds"] = time.perf_counter() - started
-    best = folder.results.get("best", {"accuracy": -1})
-    wanted = demo.eval_every and step > 0 and world.keep_model and world.test_data
-    if wanted and result["accuracy"] > best["accuracy"]:
-        save_model(world.model, world.tokenizer, folder.path / "best")
-        # The best of many tries at the same questions owes something to luck: it says so.
-        folder.results["best"] = {"step": step, "chosen": "on these questions", **result}
-    write_results(folder)
-    if world.test_data:
-        tqdm.write(show_result(name, result))
-    for example, text in zip(world.test_data, result["examples"]):
-        reward = rule_reward(text, example["answer"])
-        keep_sample(folder, step, {**example, "completions": [text], "rewards": [reward]})
-
-
-def judge_checkpoint(world, config, demo, folder):
-    """Make up for an evaluation that was due when the checkpoint was saved, and did not end.
-
-    The training goes on at once from there, so a copy of the model gets the saved weights.
-    """
-    if demo.eval_every == 0:
-        return
-    model = copy.deepcopy(world.model)
-    step = load_weights(folder.path, model)
-    if is_due(step, demo.eval_every) and step < config.steps:
-        judge(replace(world, model=model), config, demo, folder, step)
-
-
-# ------------------------------------------------------------------------------------------------
-# What is kept, and what is shown
-# ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Folder:
-    """Where a run lives: grpo.py writes its checkpoint and metrics.jsonl, the rest is ours."""
-
-    path: Path
-    results: dict  # the contents of results.json
-    started: float  # by time.perf_counter, as if the run had never been interrupted
-
-
-def open_folder(demo):
-    """The folder of a new run, or of one to resume. Writes nothing. ValueError if another run is
-    there."""
-    path = Path(demo.output)
-    if demo.resume:
-        results = json.loads((path / "results.json").read_text(encoding="utf-8"))
-        return Folder(path, results, time.perf_counter() - results["seconds"])
-    metrics = path / "metrics.jsonl"
-    begun = metrics.exists() and metrics.stat().st_size > 0
-    if begun or (path / "checkpoint.safetensors").exists():
-        raise ValueError(f"{path} holds a run: --resume goes on from its checkpoint, if it came "
-                         "that far. Or name another --output, or delete that folder")
-    if demo.model and path.resolve() == Path(demo.model).resolve():
-        raise ValueError(f"--output is {path}, and so is --model: it would be overwritten")
-    return Folder(path, {}, time.perf_counter())
-
-
-def begin_folder(config, demo, folder):
-    """Keep the settings of a new run, when everything has been checked."""
-    folder.path.mkdir(parents=True, exist_ok=True)
-    settings = json.dumps(asdict(config) | asdict(demo), indent=2)
-    (folder.path / "settings.json").write_text(settings, encoding="utf-8")
-    (folder.path / "samples.jsonl").write_text("", encoding="utf-8")
-
-
-def read_settings(output):
-    """The settings of the run in this folder. ValueError if there is none to go on with."""
-    if not Path(output, "checkpoint.safetensors").exists():
-        raise ValueError(f"no checkpoint to resume from in {output}: is it the right folder? A run "
-                         "that ended before its first checkpoint has to begin anew, in another")
-    return json.loads(Path(output, "settings.json").read_text(encoding="utf-8"))
-
-
-def write_results(folder):
-    """Write results.json, beside the old one first, so that there is always a whole one."""
-    folder.results["seconds"] = round(time.perf_counter() - folder.started, 1)
-    new = folder.path / "results.json.new"
-    new.write_text(json.dumps(folder.results, indent=2), encoding="utf-8")
-    new.replace(folder.path / "results.json")
-
-
-def keep_sample(folder, step, group):
-    """Add a question with its answers and their rewards to samples.jsonl. What is done again
-    after a resume stands there twice."""
-    with open(folder.path / "samples.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, **group}) + "\n")
-
-
-def show_time_to_go(metrics, config, demo, folder):
-    """After the first step: how long the others will take."""
-    seconds = sum(metrics[f"{part}_seconds"] for part in ("sample", "score", "update"))
-    left = config.steps - metrics["step"]
-    evaluation = folder.results["evaluation_seconds"]
-    if demo.eval_every:
-        evaluation *= 1 + left // demo.eval_every
-    tqdm.write(f"to go, in h:mm:ss: about {timedelta(seconds=round(seconds * left))} of training, "
-               f"and {timedelta(seconds=round(evaluation))} of evaluation")
-
-
-def pick_group(learner):
-    """The step's first group that teaches something, else the first, as a dict."""
-    teaches = (learner.advantages != 0).any(dim=1).tolist()
-    g = teaches.index(True) if True in teaches else 0
-    G = learner.rewards.shape[1]
-    return {**learner.examples[g], "completions": learner.rollout.texts[g * G : (g + 1) * G],
-            "rewards": learner.rewards[g].tolist(), "advantages": learner.advantages[g].tolist()}
-
-
-def show_group(group, metrics):
-    """Print a question with its group of answers, best first, and the step's figures in words."""
-    question = group["prompt"][-1]["content"]
-    tqdm.write(f"\nstep {metrics['step']}: {question[:300]}  (answer {group['answer']})")
-    answers = zip(group["rewards"], group["advantages"], group["completions"])
-    for reward, advantage, text in sorted(answers, reverse=True):
-        text = " ".join(text.split())
+def show_group(groups, metrics, folder):
+    """Print the step's first group that teaches something, best answer first, and keep it."""
+    group = groups[0]
+    for other in reversed(groups):
+        if any(answer.advantage for answer in other):
+            group = other
+    example = group[0].example
+    question = example["prompt"][-1]["content"]
+    tqdm.write(f"\nstep {metrics['step']}: {question[:300]}  (answer {example['answer']})")
+    for answer in sorted(group, key=lambda answer: answer.reward, reverse=True):
+        text = " ".join(answer.text.split())
         if len(text) > 150:
             text = f"{text[:60]} ... {text[-85:]}"
-        tqdm.write(f"  reward {reward:.1f}  advantage {advantage:+.2f}  {text}")
+        tqdm.write(f"  reward {answer.reward:.1f}  advantage {answer.advantage:+.2f}  {text}")
     tqdm.write("  in this step: mean reward {reward_mean:.2f}; {truncated_fraction:.0%} of the "
                "answers were cut off;\n  in {zero_variance_fraction:.0%} of the groups all earned "
-               "the same: these teach nothing".format(**metrics))
-    if metrics["kl"] > 0:  # unknown at beta = 0, where there is no reference
-        tqdm.write("  the model has moved {kl:.4f} nats a token from where it began (KL)"
-                   .format(**metrics))
-    tqdm.write("  sampling {sample_seconds:.2f} s, scoring {score_seconds:.2f} s, update "
-               "{update_seconds:.2f} s; {tokens_per_second:.0f} tokens a second; at most "
-               "{peak:.2f} GB of memory".format(**metrics, peak=peak_memory()))
-    if metrics["truncated_fraction"] == 1:
-        tqdm.write("  warning: what is cut off earns nothing: a larger --max_completion_length?")
-    if metrics["zero_variance_fraction"] == 1:
-        tqdm.write("  warning: nothing to learn in this step. If that goes on: are the questions "
-                   "too hard,\n  or too easy, or the answers never boxed? samples.jsonl has some")
+               "the same: these teach nothing; KL {kl:.4f}\n  sampling {sample_seconds:.2f} s, "
+               "scoring {score_seconds:.2f} s, update {update_seconds:.2f} s".format(**metrics))
+    kept = {"step": metrics["step"], **example, "completions": [answer.text for answer in group],
+            "rewards": [answer.reward for answer in group]}
+    with open(folder / "samples.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(kept) + "\n")
 
 
-def peak_memory():
-    """GB held at most so far: on a CUDA GPU by tensors, elsewhere by the process; nan: unknown."""
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated() > 0:
-        return torch.cuda.max_memory_allocated() / 1e9
-    if sys.platform == "win32":
-        return math.nan
-    import resource  # Windows does not have it
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-    return peak * unit / 1e9
-
-
-def show_result(name, result):
+def show_result(name, results):
     """An evaluation as one line of text."""
+    if name not in results:
+        return f"{name:>9}: missing, because the run was interrupted just then"
+    result = results[name]
     low, high = result["interval"]
     line = (f"{name:>9}: {result['accuracy']:.1%} of {result['questions']} right (95 %: {low:.1%} "
             f"to {high:.1%}), {result['lenient_accuracy']:.1%} if unboxed numbers count")
     if "sampled_accuracy" in result:
         line += f", {result['sampled_accuracy']:.1%} sampled"
-    if "chosen" in result:
-        line += f" (step {result['step']}, chosen {result['chosen']})"
     return line
+
+
+def show_end(test_data, results, due, folder):
+    """The same questions before and after, the curves, and what came out."""
+    pairs = zip(test_data, results["before"]["examples"], results["after"]["examples"])
+    for example, before, after in pairs:
+        print(f"\n{example['prompt'][-1]['content']}  (answer {example['answer']})")
+        for when, text in (("before", before), ("after", after)):
+            print(f"{when:>8}: " + text.strip().replace("\n", "\n          "))
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    history = [json.loads(line) for line in lines]
+    print(f"\nsteps 1 to {len(history)}, each curve from its lowest value to its highest:")
+    for name, key in (("reward", "reward_mean"), ("tokens", "completion_length")):
+        print(f"{name:>9} {sparkline([metrics[key] for metrics in history])}")
+    for name in ["before", *[f"step {step}" for step in due], "after"]:
+        print(show_result(name, results))
+    print(f"everything is in {folder}")
 
 
 def sparkline(values, width=60):
@@ -536,45 +345,81 @@ def sparkline(values, width=60):
     return f"{bars}  {values[0]:.2f} -> {values[-1]:.2f}"
 
 
-def show_end(world, folder, history, shares):
-    """The same questions before and after, the curves, what came out, and what it took."""
-    results = folder.results
-    examples = zip(world.test_data, results["before"]["examples"], results["after"]["examples"])
-    for example, before, after in examples:
-        print(f"\n{example['prompt'][-1]['content']}  (answer {example['answer']})")
-        for when, text in (("before", before), ("after", after)):
-            print(f"{when:>8}: " + text.strip().replace("\n", "\n          "))
-    print(f"\nsteps 1 to {len(history)}, each curve from its lowest value to its highest:")
-    for name, key in (("reward", "reward_mean"), ("tokens", "completion_length")):
-        print(f"{name:>14} {sparkline([metrics[key] for metrics in history])}")
-    if shares:  # of the steps since the start or the last resume
-        print(f"steps {len(history) - len(shares) + 1} to {len(history)}, shares of the answers:")
-        for name in shares[0]:
-            print(f"{name:>14} {sparkline([share[name] for share in shares])}")
-    print()
-    for name in ("before", "best", "after"):
-        if name in results and world.test_data:
-            print(show_result(name, results[name]))
-    print(f"{results['seconds']:.0f} s in all; everything is in {folder.path}\n{world.last_words}")
+# ---- From the command line ---------------------------------------------------------------------
 
 
-# ------------------------------------------------------------------------------------------------
-# The rehearsal: a tiny world in which GRPO can be watched from start to end on a CPU, offline
+def main():
+    """Load what the flags name, and run it. What is wrong with them ends in one clear line."""
+    try:
+        config, demo = read_flags()
+        if not demo.rehearsal:
+            train_data, test_data = load_gsm8k(demo.data)
+            model, tokenizer = load_model(demo.model or MODEL)
+            check_prompts(model, tokenizer, [*train_data, *test_data], config)
+    except (OSError, ValueError) as error:
+        sys.exit("stopped: " + " ".join(str(error).split()))
+    # From here on an error is a defect, and its traceback is wanted.
+    last_words = CHAT.format(output=demo.output, system=SYSTEM_PROMPT)
+    if demo.rehearsal:
+        torch.set_num_threads(1)  # matrices this small are done before a second thread wakes up
+        model, tokenizer, train_data, test_data = rehearsal(config.seed)
+        last_words = HONEST
+    test_data = list(test_data)[: demo.eval_questions]
+    run(model, tokenizer, train_data, test_data, config, demo)
+    print(last_words)
+
+
+def read_flags():
+    """Returns (GRPOConfig, DemoConfig): what was typed, and for the rest the settings of the run
+    that is resumed, or the rehearsal's. ValueError where they do not fit. Writes nothing."""
+    parser = HfArgumentParser((GRPOConfig, DemoConfig), description=__doc__,
+                              formatter_class=argparse.RawDescriptionHelpFormatter)
+    _, demo = parser.parse_args_into_dataclasses()
+    folder = Path(demo.output or time.strftime("runs/%Y%m%d-%H%M%S"))
+    saved = {}
+    if demo.resume:
+        if not (folder / "settings.json").exists():
+            raise ValueError(f"no run to go on with in {folder}: is --output the right folder?")
+        saved = read_json(folder / "settings.json")
+    elif any((folder / name).exists() for name in ("settings.json", "metrics.jsonl", "config.json")):
+        raise ValueError(f"{folder} holds a run, or a model: --resume goes on with a run. Or name "
+                         "another --output")
+    elif not (demo.rehearsal or demo.model or demo.data or torch.cuda.is_available()):
+        print("no CUDA GPU here, so this is the rehearsal: a tiny model that learns on the CPU. "
+              f"The real thing, which is far too much for a CPU: --model {MODEL}")
+        demo.rehearsal = True
+    # What was typed still wins over these defaults when the flags are read again.
+    parser.set_defaults(**saved)
+    if demo.rehearsal:
+        parser.set_defaults(**REHEARSAL | saved, rehearsal=True)
+    config, demo = parser.parse_args_into_dataclasses()
+    demo.output = str(folder)
+    settings = asdict(config) | asdict(demo)
+    for name, value in saved.items():
+        may_change = name in ("output", "resume", "show_steps", *MAY_CHANGE)
+        if settings[name] != value and not may_change:
+            raise ValueError(f"{folder} holds another run: there {name} is {value}, here "
+                             f"{settings[name]}")
+    if demo.rehearsal and (demo.model or demo.data):
+        raise ValueError("the rehearsal has a model and data of its own: leave out --model and "
+                         "--data")
+    return config, demo
+
+
+# ---- The rehearsal -----------------------------------------------------------------------------
 #
-# A language model has to be there before it can be reinforced, so one is made in seconds: a Qwen2
-# with a quarter of a million weights and a tokenizer of its own, pre-trained on made-up word
-# problems of two steps. It learns the arithmetic well, and from its texts a bad habit with it:
-# most of them stop after the first step and box that. GRPO's job is the habit, not the
-# arithmetic: it can only make likelier what the model already does now and then.
-# ------------------------------------------------------------------------------------------------
+# A tiny world in which GRPO can be watched from start to end on a CPU, offline. A language model
+# has to be there before it can be reinforced, so one is made in seconds: a Qwen2 with a quarter of
+# a million weights and a tokenizer of its own, pre-trained on made-up word problems of two steps.
+# It learns the arithmetic well, and from its texts a bad habit with it: most of them stop after
+# the first step and box that. GRPO's job is the habit, not the arithmetic: it can only make
+# likelier what the model already does now and then.
 
 HONEST = """What this shows: by its rewards alone, GRPO found the habit that works, and made it
 the rule. What it does not show: that it taught arithmetic. The tiny model could do the sums
 before; its low start was made, by texts most of which stop halfway."""
-# Flags that the rehearsal sets, unless they are typed. A small model takes a large learning rate.
 REHEARSAL = dict(steps=40, prompts_per_step=16, max_completion_length=28, learning_rate=5e-4,
-                 warmup_steps=5, beta=0.02, eval_questions=256)
-# The operations of a problem's two steps -> its words.
+                 warmup_steps=5, beta=0.02, eval_questions=256, micro_batch_size=128)
 PROBLEMS = {
     "*+": "{name} buys {a} bags of {b} {things}, then {c} more. How many?",
     "*-": "{name} buys {a} bags of {b} {things}, then loses {c}. How many?",
@@ -586,15 +431,10 @@ PROBLEMS = {
 NAMES = ["Anna", "Ben", "Cara", "Dan"]
 THINGS = ["pens", "eggs", "cards", "coins"]
 LARGEST = 20  # number to occur: the fewer the sums, the sooner they are learned
-
-# How the texts of one pre-training step answer: so many of each in every step, not drawn, so that
-# the bad habit leads by the same margin, and greedy answers show it, whatever the seed.
 HABITS = ["first step"] * 10 + ["no box"] * 2 + ["worked through"] * 4
 DRILLS_PER_STEP = 6
 PRETRAIN_STEPS = 600
 PRETRAIN_LR = 3e-3
-
-# Qwen's, without its system prompt: here that would be tokens that say nothing.
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -637,21 +477,6 @@ def answer_in_habit(problem, name):
     if name == "no box":
         return first_line + second_line.rstrip()
     return first_line + second_line + "\\boxed{%d}" % second[-1]
-
-
-def habit(text):
-    """Which habit an answer shows; whether its numbers are right does not matter here."""
-    steps = text.count("=")
-    boxed = text.rstrip().endswith("}")
-    names = {(1, True): "first step", (2, False): "no box", (2, True): "worked through"}
-    return names.get((steps, boxed), "other")
-
-
-def share_habits(texts):
-    """How many of the answers show which habit."""
-    found = [habit(text) for text in texts]
-    names = ("first step", "no box", "worked through", "other")
-    return {name: found.count(name) / len(found) for name in names}
 
 
 def make_tokenizer(texts):
@@ -769,137 +594,6 @@ def rehearsal(seed):
     train_data = as_dataset(problems[n // 5 : n // 2], rng)
     test_data = as_dataset(problems[: n // 5], rng)
     return model.eval(), tokenizer, train_data, test_data
-
-
-def rehearsal_world(config):
-    """The tiny model and its problems, graded by the same rule as the real ones."""
-    torch.set_num_threads(1)  # matrices this small are done before a second thread wakes up
-    started = time.perf_counter()
-    model, tokenizer, train_data, test_data = rehearsal(config.seed)
-    print(f"a tiny model, made and pre-trained in {time.perf_counter() - started:.0f} s")
-    return World(model, tokenizer, train_data, test_data, boxed_reward, share_habits, HONEST,
-                 sampled=True)
-
-
-# ------------------------------------------------------------------------------------------------
-# Measuring: true shapes, random weights
-#
-# What does a step take on this card, before any weights are downloaded? Random weights end an
-# answer about once in 150,000 tokens, so a bias on the end token makes the lengths realistic. And
-# they never earn a reward, so rewards are drawn.
-# ------------------------------------------------------------------------------------------------
-
-# Flags that --random_weights sets, unless they are typed.
-MEASURING = dict(steps=5, show_steps=1, save_steps=0, eval_questions=0)
-MEASURED = """Nothing was learned: weights and rewards were random, and the end token was made so
-likely that answers have a realistic length. What each step took stands above."""
-
-
-def random_reward(prompts, completions, **columns):
-    """Rewards that mean nothing: the work of a step, without the lesson."""
-    return [random.choice((0.0, 0.5, 1.5)) for _ in completions]
-
-
-def random_world(config, demo):
-    """GSM8K, and a model of the true shape whose weights are random."""
-    print("random weights and random rewards: this measures, and learns nothing")
-    train_data, test_data = load_gsm8k(demo.data)
-    model, tokenizer = load_model(demo.model, random_weights=True)
-    head = model.get_output_embeddings()
-    some_ids = torch.arange(48, device=model.device).unsqueeze(0)
-    with torch.no_grad():
-        level = model(some_ids).logits.logsumexp(dim=-1).mean()  # log of the sum of all exp(logit)
-    # One token in 0.74 * 512 an end token: a mean of 280 tokens under a cap of 512.
-    bias = torch.zeros(head.out_features, device=model.device)
-    bias[tokenizer.eos_token_id] = level - math.log(0.74 * config.max_completion_length)
-    head.bias = torch.nn.Parameter(bias, requires_grad=False)
-    return World(model, tokenizer, train_data, test_data, random_reward, share_boxed, MEASURED,
-                 keep_model=False)
-
-
-# ------------------------------------------------------------------------------------------------
-# From the command line
-# ------------------------------------------------------------------------------------------------
-
-
-def read_flags():
-    """Returns (GRPOConfig, DemoConfig): what was typed, and for the rest the world's defaults, or
-    the settings of the run that is resumed."""
-    parser = HfArgumentParser((GRPOConfig, DemoConfig), description=__doc__,
-                              formatter_class=argparse.RawDescriptionHelpFormatter)
-    _, demo, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
-    if unknown:
-        raise ValueError(f"there is no {' '.join(unknown)}; --help lists all flags")
-    # What was typed still wins over these defaults when the flags are read again.
-    saved = {}
-    rehearsal = False
-    if demo.resume:
-        if not demo.output:
-            raise ValueError("--resume needs --output: which run?")
-        saved = read_settings(demo.output)
-        parser.set_defaults(**saved)
-    elif demo.rehearsal or is_rehearsal_by_default(demo):
-        rehearsal = True
-        parser.set_defaults(**REHEARSAL)
-    elif demo.random_weights:
-        parser.set_defaults(**MEASURING)
-    config, demo = parser.parse_args_into_dataclasses()
-    demo.rehearsal = demo.rehearsal or rehearsal
-    settings = asdict(config) | asdict(demo)
-    for name, value in saved.items():
-        may_change = name in ("output", "resume", "show_steps", *MAY_CHANGE)
-        if settings[name] != value and not may_change:
-            raise ValueError(f"a resumed run keeps its settings: there {name} is {value}, here "
-                             f"{settings[name]}")
-    for name in ("eval_questions", "eval_every", "show_steps"):
-        if (settings[name] or 0) < 0:
-            raise ValueError(f"{name} is {settings[name]}, and must be at least 0")
-    if demo.rehearsal and (demo.random_weights or demo.model or demo.data):
-        raise ValueError("the rehearsal has a model and data of its own: leave out --model, --data "
-                         "and --random_weights")
-    if not demo.rehearsal:
-        demo.model = demo.model or MODEL
-    demo.output = demo.output or time.strftime("runs/%Y%m%d-%H%M%S")
-    return config, demo
-
-
-def is_rehearsal_by_default(demo):
-    """Where there is no CUDA GPU, the bare command is the rehearsal, and says so."""
-    if demo.random_weights or demo.model or demo.data or torch.cuda.is_available():
-        return False
-    print("no CUDA GPU here, so this is the rehearsal: a tiny model that learns on the CPU. "
-          f"The real thing, which is far too much for a CPU: --model {MODEL}")
-    return True
-
-
-def is_ours(error):
-    """Whether a line of these two files raised the error, or a file could not be read or written;
-    then its words are all one needs."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    ours = Path(last.filename).name in ("grpo.py", "gsm8k_demo.py")
-    return ours or isinstance(error, OSError) and error.filename is not None
-
-
-def main():
-    """Choose a world, and run it. An error of ours ends in one clear line."""
-    if sys.platform == "win32" and torch.cuda.is_available():
-        # Drivers there may spill into the system's memory, and crawl, where others fail.
-        torch.cuda.set_per_process_memory_fraction(0.95)
-    try:
-        config, demo = read_flags()
-        folder = open_folder(demo)
-        if demo.rehearsal:
-            world = rehearsal_world(config)
-        elif demo.random_weights:
-            world = random_world(config, demo)
-        else:
-            world = real_world(config, demo)
-        world.test_data = list(world.test_data)[: demo.eval_questions]
-        run(world, config, demo, folder)
-    except (ValueError, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
-        if not is_ours(error):
-            raise
-        sys.exit(f"\nstopped: {error}")
 
 
 if __name__ == "__main__":
