@@ -217,23 +217,23 @@ def group_advantages(rewards, scale_rewards="group"):
 # which is the mean of A * grad log pi over tokens drawn from pi, and a mean over draws can be
 # estimated by drawing. So: draw, and take A times the gradient of the log-probability. A whole
 # answer is drawn with the product of its tokens' probabilities. The logarithm of a product is a
-# sum, so every token of the answer gets the answer's A. (A sum over its tokens. The mean, 1/|o_i|
-# in the equation on top, is a choice: section 6.)
+# sum, so every token of the answer gets the answer's A. (That sums over its tokens. The 1/|o_i| of
+# the equation on top, which makes it a mean, is a choice: section 6.)
 #
 # A baseline b, the same number for all draws, does not bend the direction: it adds only
 # b * sum(grad pi) = b * grad 1 = 0. (The group's mean contains R_i itself, with weight 1/G. That
 # makes the gradient (G - 1) / G times as long.) The std chiefly changes how much a question counts.
 #
 # But the answers were drawn by pi_old, and after an update pi_theta is another policy. So the
-# objective is r * A, with the ratio r = pi_theta / pi_old. The weight r turns a mean over tokens
-# that pi_old draws into a mean over tokens that pi_theta draws: sum(pi_old * r * A) = sum(pi_theta
-# * A). (It does not correct for the text before the token, which pi_old wrote as well.) pi_old is
-# a constant in r, so the gradient of r is r times that of log pi_theta: at r = 1, the one above.
+# objective is r * A, with the ratio r = pi_theta / pi_old. The weight r turns a mean over tokens of
+# pi_old into a mean over tokens of pi_theta: sum(pi_old * r * A) = sum(pi_theta * A). (It does not
+# correct for the text before the token, which pi_old wrote as well.) pi_old is a constant in r, so
+# the gradient of r is r times that of log pi_theta: at r = 1, the one above.
 #
 # Far from r = 1 a few tokens with huge ratios would outweigh all others. So the objective becomes
-# min(r A, clip(r) A), where clip limits r to the interval from 1 - eps to 1 + eps. As soon as the
-# ratio has gone far enough *in the direction that pays*, the min takes the clipped branch. That one
-# is constant: no gradient, no further push from this token.
+# min(r A, clip(r) A), where clip limits r to between 1 - eps and 1 + eps. As soon as r has gone far
+# enough *in the direction that pays*, the min takes the clipped branch, which is constant: no
+# gradient, no further push from this token.
 
 def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
     """min(r A, clip(r, 1 - eps, 1 + eps_high) A) per token (PPO, arXiv:1707.06347, equation 7).
@@ -284,8 +284,7 @@ def k3_kl(logprobs, ref_logprobs):
     since the mean of pi_ref/pi_theta is sum(pi_theta * pi_ref/pi_theta) = sum(pi_ref) = 1. It is
     never negative, since e^x >= 1 + x. With the fraction upside down it estimates something else.
     Value and gradient are finite for any finite input."""
-    # 50 keeps e^x from overflowing (beyond it the gradient is 0). -1e30 is only for a difference
-    # that is itself -inf.
+    # 50 keeps e^x from overflowing; -1e30 is only for a difference that is itself -inf.
     log_ratio = (ref_logprobs - logprobs).clamp(-1e30, 50)  # (N, T) log(pi_ref / pi_theta)
     return torch.expm1(log_ratio) - log_ratio  # expm1(x) is e^x - 1, without losing small x
 
@@ -522,7 +521,6 @@ def answer_metrics(answers, rewards):
     """What the log shows of N answers and their rewards (B, G). The README says what is healthy."""
     equal = (group_advantages(rewards) == 0).all(dim=1)  # (B,)
     logprobs = torch.cat([answer.sampler_logprobs for answer in answers])  # of all tokens
-    truncated = sum(answer.truncated for answer in answers)
     return {
         "reward_mean": rewards.mean().item(),
         "reward_std": rewards.std(correction=0).item(),
@@ -530,7 +528,7 @@ def answer_metrics(answers, rewards):
         # The mean of -log pi over what pi draws. (A NaN would not be valid JSON.)
         "entropy": -logprobs.nan_to_num().mean().item(),
         "completion_length": len(logprobs) / len(answers),
-        "truncated_fraction": truncated / len(answers),
+        "truncated_fraction": sum(answer.truncated for answer in answers) / len(answers),
     }
 
 
@@ -709,9 +707,10 @@ def sample_groups(model, tokenizer, prompts, num_generations, *, max_completion_
     eval mode. ValueError for what is out of range, no prompts, no tokens in one, no end tokens."""
     G = num_generations
     cap = max_completion_length
-    if isinstance(prompts, str) or not prompts or G < 1 or cap < 1 or not temperature >= 0:
-        raise ValueError(f"wanted a list of prompts, G and cap from 1 and temperature from 0 on, "
-                         f"got {prompts!r:.99}, {G}, {cap} and {temperature}")
+    in_range = G >= 1 and cap >= 1 and 0 <= temperature < math.inf
+    if isinstance(prompts, str) or not prompts or not in_range:
+        raise ValueError(f"wanted prompts, G, cap >= 1, temperature >= 0, "
+                         f"got {prompts!r:.99}, {G}, {cap}, {temperature}")
     model.eval()
     end_ids = end_token_ids(model, tokenizer)
     asked = []  # N = B * G prompts
@@ -777,9 +776,9 @@ def encode_prompt(tokenizer, prompt):
     """A prompt, a string or a chat, as a list of token ids. ValueError if it has none."""
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
-    else:
+    else:  # add_generation_prompt: what follows is the assistant's turn, and no longer the user's
         ids = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=False)  # its turn now
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
     if not ids:
         raise ValueError(f"the prompt {prompt!r} has no tokens, so there is nothing to go on from")
     return ids
@@ -848,8 +847,7 @@ def update(learner, answers, config):
         for places in order.tensor_split(config.num_mini_batches):
             mini_batch = [answers[i] for i in sorted(places.tolist())]  # the longest first, still
             found = compute_gradient(learner, mini_batch, config)
-            # All gradients together are one long vector. If it is longer than max_grad_norm, it is
-            # cut to that: a strange batch then does no more harm than any other.
+            # A gradient that is too long is cut: a strange batch does no more harm than others.
             norm = torch.nn.utils.clip_grad_norm_(learner.masters, config.max_grad_norm).item()
             if not math.isfinite(norm):
                 tqdm.write(f"update skipped: the gradient's length is {norm}")
@@ -1123,6 +1121,9 @@ def question_stream(dataset, learner, seed):
 # metrics.jsonl, and checkpoint.pt with what a run needs to go on. Each is written beside the old
 # one and then renamed, so whatever kills the process, there is one whole file.
 
+MAY_CHANGE = ("save_steps", "micro_batch_size")  # what a resumed run may have other values of
+
+
 def save_run(folder, learner, config):
     """Write the metrics of all steps and, if it is due, the checkpoint: 12 bytes a weight."""
     lines = [json.dumps(metrics) + "\n" for metrics in learner.history]
@@ -1147,9 +1148,8 @@ def open_folder(folder, learner, config, resume):
     if not saves:
         return
     saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
-    may_change = ("save_steps", "micro_batch_size")  # (`steps` shapes the learning rate)
     for name, value in asdict(config).items():
-        if saved["settings"][name] != value and name not in may_change:
+        if saved["settings"][name] != value and name not in MAY_CHANGE:
             raise ValueError(f"{folder} holds another run: there {name} is "
                              f"{saved['settings'][name]}, here {value}")
     for parameter, master, value in zip(learner.parameters, learner.masters, saved["masters"]):

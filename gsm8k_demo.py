@@ -6,9 +6,9 @@
     python gsm8k_demo.py --output DIR --resume go on with a run that was interrupted
     python gsm8k_demo.py --help                every knob
 
-The training itself is grpo.py's. Here is what stands around it: the run, its data and reward, the
-model, the evaluation, what is shown meanwhile, the flags; and then the rehearsal, a tiny world in
-which all of it can be watched.
+The training itself is grpo.py's. Here is what stands around it: the run, from one evaluation to
+the other; its data and reward, its model, the evaluation, what is shown meanwhile, and the flags.
+At the end stands the rehearsal, a tiny world in which all of it can be watched.
 
 All weights are trained. LoRA would save memory (Adam's and the gradients' share, not the
 activations'), for another library and another set of knobs: peft has it, and TRL runs GRPO with
@@ -31,20 +31,21 @@ from typing import Optional
 import torch
 from datasets import Dataset, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import (AutoModelForCausalLM, AutoTokenizer, HfArgumentParser,
                           PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
 
-from grpo import (GRPOConfig, MAY_CHANGE, check_prompts, in_parts, knob, rule_reward,
-                  sample_groups, training_steps)
+from grpo import (GRPOConfig, check_prompts, encode_prompt, in_parts, knob, masked_mean, pad_rows,
+                  rule_reward, sample_groups, token_logprobs, training_steps)
 
 # The defaults of the real run are GRPOConfig's: 32 questions x 8 answers = 256 answers a step at
 # learning rate 1e-6, 512 tokens, temperature 1, clip 0.2. Evidence: verl's baseline trains this
 # model on this data at 1e-6 with 256 prompts a step (36 % -> 46 % after 39 steps, 53 % after 99,
 # at most 58 %), and a scaling study takes Qwen3-0.6B-Base from 41 % to 68 % in 56 steps at the same
-# rate. Most of the gain comes early, so 300 steps are plenty. A cap of 512 tokens: at 256, more
-# than half of this model's answers are cut off, and earn nothing.
+# rate. Most of the gain comes early, so 300 steps are plenty. On a GPU, sampling 256 answers takes
+# hardly longer than sampling 8, since each token waits for the launch of kernels and not for
+# arithmetic. A cap of 512 tokens: at 256, more than half of this model's answers are cut off, and
+# earn nothing.
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 SYSTEM_PROMPT = "Solve the problem step by step, and put only the final number into \\boxed{}."
 CHAT = """chat with it:
@@ -73,13 +74,15 @@ class DemoConfig:
 
 
 def run(model, tokenizer, train_data, test_data, config, demo):
-    """Evaluate, train, evaluate, save."""
+    """Evaluate, train, evaluate, save. All that is kept goes into the folder `demo.output`."""
+    print(f"{model.num_parameters() / 1e6:.1f} M parameters on {model.device}, {len(train_data)} "
+          f"questions to learn from, {len(test_data)} to be tested on")
     folder = Path(demo.output)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "settings.json", asdict(config) | asdict(demo))
     results = {}
     if demo.resume and (folder / "results.json").exists():
-        results = read_json(folder / "results.json")
+        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
 
     def judge(name):
         results[name] = evaluate(model, tokenizer, test_data, config.max_completion_length,
@@ -87,42 +90,27 @@ def run(model, tokenizer, train_data, test_data, config, demo):
         write_json(folder / "results.json", results)
         tqdm.write(show_result(name, results))
 
-    # Here, since `training_steps` will put the checkpoint of a resumed run into the model.
+    # A resumed run may lack it. Here is the last chance: `training_steps` puts the checkpoint into
+    # the model.
     if "before" not in results:
         judge("before")
-    due = [step for step in range(1, config.steps) if is_due(step, demo.eval_every)]
+    due = range(0, config.steps, demo.eval_every or config.steps)[1:]  # steps to evaluate after
     for metrics, learner in training_steps(model, tokenizer, train_data, boxed_reward, config,
                                            folder, demo.resume):
         step = metrics["step"]
-        if step == 1:
-            check_gap(metrics["sampler_gap"])
-        if step == 1 and demo.show_steps or is_due(step, demo.show_steps):
+        if step == 1 and not metrics["sampler_gap"] <= 0.1:  # NaN is not below anything either
+            tqdm.write("warning: sampler and scorer are {sampler_gap:.3f} nats a token apart, so "
+                       "what is learned is noise.\nDoes this model take other masks or positions "
+                       "than grpo.py gives it?".format(**metrics))
+        if demo.show_steps and (step == 1 or step % demo.show_steps == 0):
             show_group(learner.groups, metrics, folder)
         if step in due:
             judge(f"step {step}")
-    # Saved before its evaluation, in which something may go wrong.
+    # Saved before it is evaluated, in which something may go wrong.
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     judge("after")
     show_end(test_data, results, due, folder)
-
-
-def is_due(step, every):
-    """Whether something comes round at this step that comes every so many steps; 0: never."""
-    return every > 0 and step % every == 0
-
-
-def check_gap(gap):
-    """Warn if sampler and scorer do not agree: the ratio, and all that is learned, would be noise.
-    """
-    if not gap <= 0.1:  # NaN is not below anything, so this warns of it too
-        tqdm.write(f"warning: sampler and scorer are {gap:.3f} nats a token apart, and should be "
-                   f"below 0.1: does this model take other masks or positions than it is given?")
-
-
-def read_json(path):
-    """What the file holds."""
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_json(path, content):
@@ -147,31 +135,30 @@ def load_gsm8k(folder=None):
         try:
             if folder:
                 source = Path(folder, f"{part}.jsonl")
-                rows = source.read_text(encoding="utf-8").strip().split("\n")
+                lines = source.read_text(encoding="utf-8").strip().split("\n")
             else:
-                rows = load_dataset("openai/gsm8k", "main", split=part)
-        except Exception as error:  # of several libraries, and of many kinds
-            raise OSError(f"cannot load {source} ({error!r}). Without a network: --rehearsal, or "
+                lines = load_dataset("openai/gsm8k", "main", split=part)
+        except Exception as error:  # they are of several libraries, and of many kinds
+            raise OSError(f"cannot load {source} ({error}). Without a network: --rehearsal, or "
                           "--data and a folder with GSM8K's train.jsonl and test.jsonl") from error
         examples = []
-        for place, row in enumerate(rows, 1):
+        for place, line in enumerate(lines, 1):
             try:
-                examples.append(gsm8k_example(json.loads(row) if folder else row))
+                examples.append(gsm8k_example(json.loads(line) if folder else line))
             except Exception as error:
-                raise ValueError(f"{source}, line {place}: {error!r} in {row!r:.200}") from error
+                raise ValueError(f"{source}, line {place}: {error!r} in {line!r:.200}") from error
         parts.append(Dataset.from_list(examples))
     return parts
 
 
 def gsm8k_example(row):
     """One row of GSM8K, {"question", "answer"}, as an example with a prompt and an answer."""
-    solution, marks, answer = row["answer"].rpartition("####")  # it ends in "#### 1,234"
-    if not marks:
-        raise ValueError("no #### before the answer")
-    # Seconds before hours: is the reward right on right answers?
-    reward = rule_reward(f"{solution} \\boxed{{{answer}}}", answer)
-    if reward != 1.5:
-        raise ValueError(f"this reference solution earns {reward} instead of 1.5")
+    solution, mark, answer = row["answer"].rpartition("####")  # it ends in "#### 1,234"
+    # Seconds before hours: a right answer must earn everything. If it does not, the rule or the
+    # data is not what it is taken for, and the model would be taught something else.
+    solved = f"{solution} \\boxed{{{answer}}}"
+    if not mark or rule_reward(solved, answer) != 1.5:
+        raise ValueError("there is no answer after ####, or it does not earn 1.5")
     prompt = [{"role": "system", "content": SYSTEM_PROMPT},
               {"role": "user", "content": row["question"].strip()}]
     return {"prompt": prompt, "answer": answer.strip()}
@@ -205,12 +192,12 @@ def load_model(name):
         device = "mps"
     if torch.cuda.is_available():
         device = "cuda"
-        dtype = "auto"  # the checkpoint's own
+        dtype = "auto"  # the checkpoint's own, for the evaluation before; grpo.py sees to the rest
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         # Safetensors only: to load the older format is to run whatever it holds.
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
-    except Exception as error:  # of several libraries, and of many kinds
+    except Exception as error:  # they are of several libraries, and of many kinds
         raise OSError(f"cannot load {name}: {error} Is the network there, and the name right? A "
                       "local folder works offline; --rehearsal needs nothing at all") from error
     if tokenizer.chat_template is None:
@@ -226,8 +213,8 @@ def evaluate(model, tokenizer, dataset, max_completion_length=512, sampled=False
 
     `sampled` adds the accuracy at temperature 1, one answer to each question: greedy accuracy
     alone flatters, since it also rises when a model merely becomes surer of what it did most
-    often before. Returns the dict that stands in results.json. Sets the random numbers; the
-    training does not mind, since each of its steps sets them anew.
+    often before. Returns the dict that stands in results.json. It seeds the random numbers, which
+    the training does not mind, since each of its steps seeds them anew.
     """
     examples = list(dataset)
     prompts = [example["prompt"] for example in examples]
@@ -258,12 +245,12 @@ def evaluate(model, tokenizer, dataset, max_completion_length=512, sampled=False
 
 
 def is_right(text, answer, lenient=False):
-    """Strict: the last box holds the answer. Lenient: if nothing is boxed, the last number."""
+    """Strict: the last box holds the answer. Lenient: if nothing is boxed, the last number. Much
+    of what a small model gains is the box, and the difference of the two shows how much."""
     if lenient and rule_reward(text, answer) == 0.0:
         # A minus between two digits, as in "5-7", is no sign.
-        numbers = re.findall(r"(?:(?<![0-9])-)?\$?[0-9][0-9,]*(?:\.[0-9]+)?", text)
-        last = numbers[-1].rstrip(",") if numbers else ""
-        text = f"\\boxed{{{last}}}"
+        numbers = ["", *re.findall(r"(?:(?<![0-9])-)?\$?[0-9][0-9,]*(?:\.[0-9]+)?", text)]
+        text = f"\\boxed{{{numbers[-1].rstrip(',')}}}"
     return rule_reward(text, answer) == 1.5
 
 
@@ -282,11 +269,10 @@ def wilson(right, total):
 
 
 def show_group(groups, metrics, folder):
-    """Print the step's first group that teaches something, best answer first, and keep it."""
-    group = groups[0]
-    for other in reversed(groups):
-        if any(answer.advantage for answer in other):
-            group = other
+    """Print the step's first group that teaches something, best answer first, and keep it in
+    samples.jsonl. (What is done again after a resume stands there twice.)"""
+    teaching = [group for group in groups if any(answer.advantage for answer in group)]
+    group = [*teaching, groups[0]][0]
     example = group[0].example
     question = example["prompt"][-1]["content"]
     tqdm.write(f"\nstep {metrics['step']}: {question[:300]}  (answer {example['answer']})")
@@ -306,9 +292,9 @@ def show_group(groups, metrics, folder):
 
 
 def show_result(name, results):
-    """An evaluation as one line of text."""
+    """The evaluation of that name as one line of text."""
     if name not in results:
-        return f"{name:>9}: missing, because the run was interrupted just then"
+        return f"{name:>9}: missing, because the run was interrupted there"
     result = results[name]
     low, high = result["interval"]
     line = (f"{name:>9}: {result['accuracy']:.1%} of {result['questions']} right (95 %: {low:.1%} "
@@ -330,17 +316,18 @@ def show_end(test_data, results, due, folder):
     print(f"\nsteps 1 to {len(history)}, each curve from its lowest value to its highest:")
     for name, key in (("reward", "reward_mean"), ("tokens", "completion_length")):
         print(f"{name:>9} {sparkline([metrics[key] for metrics in history])}")
-    for name in ["before", *[f"step {step}" for step in due], "after"]:
+    print()
+    for name in ("before", *[f"step {step}" for step in due], "after"):
         print(show_result(name, results))
     print(f"everything is in {folder}")
 
 
-def sparkline(values, width=60):
+def sparkline(values):
     """A curve in one line of text, from its lowest value to its highest."""
     low = min(values)
     span = max(values) - low + 1e-9
     bars = ""
-    for value in values[:: math.ceil(len(values) / width)]:
+    for value in values[:: math.ceil(len(values) / 60)]:
         bars += "▁▂▃▄▅▆▇█"[int(7.99 * (value - low) / span)]
     return f"{bars}  {values[0]:.2f} -> {values[-1]:.2f}"
 
@@ -349,7 +336,7 @@ def sparkline(values, width=60):
 
 
 def main():
-    """Load what the flags name, and run it. What is wrong with them ends in one clear line."""
+    """Load what the flags name, and run it."""
     try:
         config, demo = read_flags()
         if not demo.rehearsal:
@@ -357,52 +344,53 @@ def main():
             model, tokenizer = load_model(demo.model or MODEL)
             check_prompts(model, tokenizer, [*train_data, *test_data], config)
     except (OSError, ValueError) as error:
+        # A flag, a file or the network is to blame, and a line says all. What goes wrong later is
+        # a defect, and keeps its traceback.
         sys.exit("stopped: " + " ".join(str(error).split()))
-    # From here on an error is a defect, and its traceback is wanted.
-    last_words = CHAT.format(output=demo.output, system=SYSTEM_PROMPT)
     if demo.rehearsal:
+        print("a tiny model is made, and pre-trained on word problems: half a minute")
         torch.set_num_threads(1)  # matrices this small are done before a second thread wakes up
         model, tokenizer, train_data, test_data = rehearsal(config.seed)
-        last_words = HONEST
     test_data = list(test_data)[: demo.eval_questions]
     run(model, tokenizer, train_data, test_data, config, demo)
-    print(last_words)
+    print(HONEST if demo.rehearsal else CHAT.format(output=demo.output, system=SYSTEM_PROMPT))
 
 
 def read_flags():
     """Returns (GRPOConfig, DemoConfig): what was typed, and for the rest the settings of the run
-    that is resumed, or the rehearsal's. ValueError where they do not fit. Writes nothing."""
+    that is resumed, or the rehearsal's. ValueError if they do not fit. Writes nothing."""
     parser = HfArgumentParser((GRPOConfig, DemoConfig), description=__doc__,
                               formatter_class=argparse.RawDescriptionHelpFormatter)
     _, demo = parser.parse_args_into_dataclasses()
     folder = Path(demo.output or time.strftime("runs/%Y%m%d-%H%M%S"))
     saved = {}
+    kept = ("settings.json", "metrics.jsonl", "config.json")
     if demo.resume:
         if not (folder / "settings.json").exists():
             raise ValueError(f"no run to go on with in {folder}: is --output the right folder?")
-        saved = read_json(folder / "settings.json")
-    elif any((folder / name).exists() for name in ("settings.json", "metrics.jsonl", "config.json")):
+        saved = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+    elif any((folder / name).exists() for name in kept):
         raise ValueError(f"{folder} holds a run, or a model: --resume goes on with a run. Or name "
                          "another --output")
     elif not (demo.rehearsal or demo.model or demo.data or torch.cuda.is_available()):
         print("no CUDA GPU here, so this is the rehearsal: a tiny model that learns on the CPU. "
               f"The real thing, which is far too much for a CPU: --model {MODEL}")
         demo.rehearsal = True
-    # What was typed still wins over these defaults when the flags are read again.
-    parser.set_defaults(**saved)
+    # The flags are read once more, with other defaults, over which wins what was typed.
     if demo.rehearsal:
-        parser.set_defaults(**REHEARSAL | saved, rehearsal=True)
+        parser.set_defaults(**REHEARSAL, rehearsal=True)
+    parser.set_defaults(**saved)
     config, demo = parser.parse_args_into_dataclasses()
     demo.output = str(folder)
-    settings = asdict(config) | asdict(demo)
-    for name, value in saved.items():
-        may_change = name in ("output", "resume", "show_steps", *MAY_CHANGE)
-        if settings[name] != value and not may_change:
-            raise ValueError(f"{folder} holds another run: there {name} is {value}, here "
-                             f"{settings[name]}")
     if demo.rehearsal and (demo.model or demo.data):
         raise ValueError("the rehearsal has a model and data of its own: leave out --model and "
                          "--data")
+    may_change = ("output", "resume", "show_steps", "save_steps", "micro_batch_size")
+    settings = asdict(config) | asdict(demo)
+    for name, value in saved.items():
+        if settings[name] != value and name not in may_change:
+            raise ValueError(f"{folder} holds another run: there {name} is {value}, here "
+                             f"{settings[name]}")
     return config, demo
 
 
@@ -418,69 +406,78 @@ def read_flags():
 HONEST = """What this shows: by its rewards alone, GRPO found the habit that works, and made it
 the rule. What it does not show: that it taught arithmetic. The tiny model could do the sums
 before; its low start was made, by texts most of which stop halfway."""
+# Flags that the rehearsal sets, unless they are typed. A small model takes a large learning rate.
 REHEARSAL = dict(steps=40, prompts_per_step=16, max_completion_length=28, learning_rate=5e-4,
                  warmup_steps=5, beta=0.02, eval_questions=256, micro_batch_size=128)
+# The operations of a problem's two steps -> its words.
 PROBLEMS = {
-    "*+": "{name} buys {a} bags of {b} {things}, then {c} more. How many?",
-    "*-": "{name} buys {a} bags of {b} {things}, then loses {c}. How many?",
-    "+*": "{name} puts {a} red and {b} blue {things} in each of {c} bags. How many?",
-    "+-": "{name} has {a} {things}, finds {b}, loses {c}. How many?",
-    "++": "{name} has {a} {things}, finds {b}, then {c} more. How many?",
-    "-+": "{name} has {a} {things}, loses {b}, finds {c}. How many?",
+    "*+": "Anna buys {a} bags of {b} pens, then {c} more. How many?",
+    "*-": "Ben buys {a} bags of {b} eggs, then loses {c}. How many?",
+    "+*": "Cara puts {a} red and {b} blue cards in each of {c} bags. How many?",
+    "+-": "Dan has {a} coins, finds {b}, loses {c}. How many?",
+    "++": "Anna has {a} eggs, finds {b}, then {c} more. How many?",
+    "-+": "Ben has {a} pens, loses {b}, finds {c}. How many?",
 }
-NAMES = ["Anna", "Ben", "Cara", "Dan"]
-THINGS = ["pens", "eggs", "cards", "coins"]
+CALCULATE = {"+": add, "-": sub, "*": mul}
 LARGEST = 20  # number to occur: the fewer the sums, the sooner they are learned
-HABITS = ["first step"] * 10 + ["no box"] * 2 + ["worked through"] * 4
-DRILLS_PER_STEP = 6
+# How the texts of one pre-training step answer: so many of each in every step, not drawn, so that
+# the bad habit leads by the same margin, and greedy answers show it, whatever the seed.
+HABITS = ["first_step"] * 10 + ["no_box"] * 2 + ["worked_through"] * 4
 PRETRAIN_STEPS = 600
-PRETRAIN_LR = 3e-3
+# Qwen's, without its system prompt: here that would be tokens that say nothing.
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
-def solve(kind, a, b, c):
-    """Both steps of a problem, each as (number, operation, number, result)."""
-    calculate = {"+": add, "-": sub, "*": mul}
-    halfway = calculate[kind[0]](a, b)
-    result = calculate[kind[1]](halfway, c)
-    return (a, kind[0], b, halfway), (halfway, kind[1], c, result)
+def rehearsal(seed):
+    """Returns (model, tokenizer, train_dataset, test_dataset): the tiny world, pre-trained.
+
+    A fifth of the problems is held out for the test, three tenths are for GRPO, half for the
+    pre-training. The same seed gives the same weights.
+    """
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    problems = all_problems()
+    rng.shuffle(problems)
+    n = len(problems)
+    known = problems[n // 2 :]
+    tokenizer = make_tokenizer(known)
+    model = make_model(tokenizer)
+    pretrain(model, tokenizer, known, rng)
+    train_data = Dataset.from_list(problems[n // 5 : n // 2])
+    test_data = Dataset.from_list(problems[: n // 5])
+    return model, tokenizer, train_data, test_data
 
 
 def all_problems():
-    """Every (kind, a, b, c) whose results are from 2 to LARGEST."""
+    """Every problem whose results are from 2 to LARGEST, as an example with a prompt, the answer,
+    and what texts of each habit say to it."""
     problems = []
-    for problem in itertools.product(PROBLEMS, range(2, LARGEST + 1), range(2, 8), range(2, 8)):
-        if all(2 <= step[-1] <= LARGEST for step in solve(*problem)):
-            problems.append(problem)
+    small = range(2, 8)
+    for kind, a, b, c in itertools.product(PROBLEMS, range(2, LARGEST + 1), small, small):
+        halfway = CALCULATE[kind[0]](a, b)
+        result = CALCULATE[kind[1]](halfway, c)
+        if min(halfway, result) < 2 or max(halfway, result) > LARGEST:
+            continue
+        words = PROBLEMS[kind].format(a=a, b=b, c=c)
+        first = f"{a}{kind[0]}{b}={halfway}"
+        second = f"{halfway}{kind[1]}{c}={result}"
+        problems.append({
+            "prompt": [{"role": "user", "content": words}],
+            "answer": str(result),
+            "first_step": f"{first}\n\\boxed{{{halfway}}}",
+            "no_box": f"{first}\n{second}",
+            "worked_through": f"{first}\n{second}\n\\boxed{{{result}}}",
+        })
     return problems
 
 
-def as_chat(problem, rng):
-    """The problem in words, as a chat."""
-    kind, a, b, c = problem
-    name = rng.choice(NAMES)
-    things = rng.choice(THINGS)
-    words = PROBLEMS[kind].format(name=name, things=things, a=a, b=b, c=c)
-    return [{"role": "user", "content": words}]
-
-
-def answer_in_habit(problem, name):
-    """What the model is pre-trained to answer."""
-    first, second = solve(*problem)
-    first_line = "%d%s%d=%d\n" % first
-    second_line = "%d%s%d=%d\n" % second
-    if name == "first step":
-        return first_line + "\\boxed{%d}" % first[-1]
-    if name == "no box":
-        return first_line + second_line.rstrip()
-    return first_line + second_line + "\\boxed{%d}" % second[-1]
-
-
-def make_tokenizer(texts):
-    """Byte-level BPE in Qwen's manner, with single digits, trained on `texts`."""
+def make_tokenizer(problems):
+    """Byte-level BPE in Qwen's manner, with single digits, trained on the problems' texts."""
+    texts = ["user", "assistant"] * 99
+    for problem in problems:
+        texts += [problem["prompt"][0]["content"], problem["worked_through"]]
     core = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
     rest = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -493,107 +490,58 @@ def make_tokenizer(texts):
                                    pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE)
 
 
-def make_model(tokenizer, seed):
+def make_model(tokenizer):
     """A Qwen2 of a quarter of a million random weights."""
     end = tokenizer.eos_token_id
     pad = tokenizer.pad_token_id
-    config = Qwen2Config(
+    model = Qwen2ForCausalLM(Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=1024,
+        num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True,
         # Qwen2's defaults, 1e4 and 0.02, learn far more slowly at this size.
         rope_parameters={"rope_type": "default", "rope_theta": 1e5}, initializer_range=0.08,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=end, pad_token_id=pad)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs as well
-        model = Qwen2ForCausalLM(config)
-    model.generation_config.eos_token_id = [end, pad]
+        bos_token_id=None, eos_token_id=end, pad_token_id=pad))
+    model.generation_config.eos_token_id = [end, pad]  # two, as Qwen has
     return model
-
-
-def encode(tokenizer, pairs):
-    """Pairs of texts, one to be read and one to be learned -> ids, and which are learned."""
-    ids = []
-    learned = []
-    for read, answer in pairs:
-        for text, is_learned in ((read, False), (answer, True)):
-            tokens = tokenizer.backend_tokenizer.encode(text).ids
-            ids += tokens
-            learned += [is_learned] * len(tokens)
-    return torch.tensor(ids), torch.tensor(learned)
-
-
-def pretraining_texts(tokenizer, problems, sums, rng):
-    """The texts of one step, encoded: problems in all habits, and rows of bare sums."""
-    texts = []
-    for name in HABITS:
-        problem = rng.choice(problems)
-        question = tokenizer.apply_chat_template(
-            as_chat(problem, rng), tokenize=False, add_generation_prompt=True)
-        answer = answer_in_habit(problem, name) + "<|im_end|>"
-        texts.append(encode(tokenizer, [(question, answer)]))
-    # A word problem takes forty tokens to teach one sum or two; with bare sums besides, six in a
-    # row, the arithmetic is there much sooner.
-    for _ in range(DRILLS_PER_STEP):
-        drawn = rng.choices(sums, k=6)
-        pairs = [("%d%s%d=" % s[:3], "%d\n" % s[3]) for s in drawn]
-        texts.append(encode(tokenizer, pairs))
-    return texts
 
 
 def pretrain(model, tokenizer, problems, rng):
     """Teach the tiny model its arithmetic and its habits. Changes it in place."""
-    sums = set()
-    for problem in problems:
-        sums.update(solve(*problem))
-    sums = sorted(sums)
+    texts = {}
+    for habit in set(HABITS):
+        texts[habit] = []
+        for problem in problems:
+            answer = problem[habit] + "<|im_end|>"
+            texts[habit].append(encode(tokenizer, problem["prompt"], answer))
+    sums = []
+    for line in sorted({line for problem in problems for line in problem["no_box"].split("\n")}):
+        left, right = line.split("=")
+        sums.append(encode(tokenizer, f"{left}=", f"{right}\n"))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     for step in tqdm(range(PRETRAIN_STEPS), "pre-training", leave=False, disable=None):
-        # 50 steps up, then linearly down to 0.
+        # The learning rate: 50 steps up, then down, each in a line.
         rate = min((step + 1) / 50, (PRETRAIN_STEPS - step) / (PRETRAIN_STEPS - 50))
-        optimizer.param_groups[0]["lr"] = PRETRAIN_LR * rate
-        ids, learned = zip(*pretraining_texts(tokenizer, problems, sums, rng))
-        # Padded on the right, a causal model needs no attention mask: no token looks that way.
-        ids = pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
-        learned = pad_sequence(learned, batch_first=True)
-        states = model.model(ids[:, :-1], use_cache=False).last_hidden_state
-        # Logits only where the next token is one to learn: the answers, not the questions.
-        logits = model.lm_head(states[learned[:, 1:]])
-        loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:][learned[:, 1:]])
+        optimizer.param_groups[0]["lr"] = 3e-3 * rate
+        rows = [rng.choice(texts[habit]) for habit in HABITS]
+        # A word problem takes forty tokens to teach a sum or two. With bare sums besides, seven in
+        # a row, the arithmetic is there much sooner.
+        rows += [sum(rng.choices(sums, k=7), []) for _ in range(6)]
+        ids, mask = pad_rows([[token for token, _ in row] for row in rows], "right", model.device)
+        learned, _ = pad_rows([[flag for _, flag in row] for row in rows], "right", model.device)
+        # Make the tokens of the given answers likelier. It is GRPO's gradient, with 1 for every
+        # advantage: supervised learning knows no bad answers.
+        logprobs = token_logprobs(model, ids, mask, ids.shape[1] - 1)
+        loss = -masked_mean(logprobs, learned[:, 1:])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
 
-def as_dataset(problems, rng):
-    """Problems as a dataset with the columns prompt and answer."""
-    examples = []
-    for problem in problems:
-        first, second = solve(*problem)
-        examples.append({"prompt": as_chat(problem, rng), "answer": str(second[-1])})
-    return Dataset.from_list(examples)
-
-
-def rehearsal(seed):
-    """Returns (model, tokenizer, train_dataset, test_dataset): the tiny world, pre-trained.
-
-    A fifth of the problems is held out for the test, three tenths are for GRPO, half for the
-    pre-training. The same seed gives the same weights; global random numbers are neither used nor
-    disturbed.
-    """
-    rng = random.Random(seed)
-    problems = all_problems()
-    rng.shuffle(problems)
-    n = len(problems)
-    known = problems[n // 2 :]
-    questions = [as_chat(problem, rng)[0]["content"] for problem in known]
-    answers = [answer_in_habit(problem, "worked through") for problem in known]
-    tokenizer = make_tokenizer(["user", "assistant"] * 99 + questions + answers)
-    model = make_model(tokenizer, seed)
-    pretrain(model, tokenizer, known, rng)
-    train_data = as_dataset(problems[n // 5 : n // 2], rng)
-    test_data = as_dataset(problems[: n // 5], rng)
-    return model.eval(), tokenizer, train_data, test_data
+def encode(tokenizer, read, learn):
+    """A text to read, and one to learn -> a list of (token id, 1 where it is to be learned)."""
+    ids = encode_prompt(tokenizer, read)
+    more = encode_prompt(tokenizer, learn)
+    return [(token, 0) for token in ids] + [(token, 1) for token in more]
 
 
 if __name__ == "__main__":
