@@ -52,8 +52,8 @@ Shapes: B questions with G answers each are N = B * G rows. T is the width of th
 
 How to read: sections 1 to 6 are the whole algorithm, and 7 is one step of it. Sections 8 to 11 are
 the parts of that step, 12 to 14 make it a run, and 15 has its relatives. Probabilities are kept as
-natural logarithms. The functions of the mathematics can be pasted elsewhere: the loss with all of
-sections 3 to 6 and `kl_estimate` (15); `token_logprobs` with `read` and `log_probability` (8).
+natural logarithms (in nats). The mathematics can be pasted elsewhere: the loss with all of sections
+3 to 6 and `kl_estimate` (15); `token_logprobs` with `read` and `log_probability` (8).
 
 Differences from the papers: log-ratios are limited, so that nothing overflows, and answers may be
 sampled and scored in bfloat16 while the weights stay in float32. Left out: a learned reward model,
@@ -157,7 +157,7 @@ def rule_reward(completion, answer):
 #     R = [1.5, 1.5, 0.5, 0.5]
 #
 # An answer that is right but not boxed earns 0. That is harsh on purpose: a number somewhere in the
-# text is easy to produce by accident. Hence a small model learns the format first. If it learns
+# text is easy to produce by accident. A small model thus learns the format first. If it learns
 # *only* the format, the reward is stuck at 0.5: the smallest case of what is called reward hacking,
 # getting the grade without doing the work.
 
@@ -203,8 +203,8 @@ def group_advantages(rewards, scale_rewards="group"):
 #
 #     A = [+1, +1, -1, -1]
 #
-# A group in which all are right (too easy), or all wrong (too hard), is all zeros. The share of
-# such groups is logged as zero_variance_fraction.
+# A group of equal rewards, all right (too easy) or all wrong alike (too hard), is all zeros. The
+# share of such groups is logged as zero_variance_fraction.
 
 
 # ---- 3. Ratio and clip: learn from an answer, but not too much ---------------------------------
@@ -222,7 +222,7 @@ def group_advantages(rewards, scale_rewards="group"):
 #
 # A baseline b, the same number for all draws, does not bend the direction: it adds only
 # b * sum(grad pi) = b * grad 1 = 0. (The group's mean contains R_i itself, with weight 1/G. That
-# makes the gradient (G - 1) / G times as long.) The std chiefly changes how much a question counts.
+# makes the mean gradient (G - 1) / G times as long.) The std changes how much a question counts.
 #
 # But the answers were drawn by pi_old, and after an update pi_theta is another policy. So the
 # objective is r * A, with the ratio r = pi_theta / pi_old. The weight r turns a mean over tokens of
@@ -299,9 +299,9 @@ def k3_kl(logprobs, ref_logprobs):
 # goes downhill, so the first token is pulled back up and the last one back down.
 #
 # Why not simply log(pi_theta / pi_ref), known as k1? Its mean is right as well. But its gradient is
-# that of log pi_theta, and the mean of that over tokens drawn from pi_theta is zero: sum(pi_theta *
-# grad log pi_theta) = sum(grad pi_theta) = grad 1 = 0. As a loss, k1 on average holds nothing back.
-# (`kl_estimate`, in section 15, has k1 and others, and says what k3's own gradient is.)
+# that of log pi_theta, and the mean of that over tokens drawn from pi_theta is zero:
+# sum(pi_theta * grad log pi_theta) = sum(grad pi_theta) = grad 1 = 0. As a loss, k1 on average
+# holds nothing back. (Section 15 has k1 and others, and says what k3's own gradient is.)
 
 
 # ---- 5. The masked mean: padding is not data ---------------------------------------------------
@@ -383,7 +383,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     ratio = log_ratio.clamp(-50, 50).exp()  # (N, T) r
     surrogate = clipped_surrogate(ratio, advantages, epsilon, epsilon_high)  # (N, T)
     kl = kl_estimate(logprobs, ref_logprobs, kl_penalty_type)  # (N, T) k3, unless asked otherwise
-    penalty = ratio * kl if use_bias_correction_kl else kl  # times the ratio: TRL, section 15
+    penalty = ratio * kl if use_bias_correction_kl else kl  # TRL's way: section 15
     per_token = -(surrogate - beta * penalty)  # (N, T)
     loss = average(per_token, mask, loss_type, max_completion_length)
 
@@ -391,7 +391,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     metrics = {
         "loss": loss.item(),
         "kl": masked_mean(kl, mask).item(),
-        "clip_fraction": masked_mean(clipped.float(), mask).item(),
+        "clip_fraction": masked_mean(clipped, mask).item(),
         "ratio_max": torch.where(mask, ratio, 0.0).max().item(),
     }
     return loss, metrics
@@ -418,9 +418,9 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
 # KL: 0.04 * (1 - 2/3) / 2 tokens / 4 answers = 0.0017. That makes it a little less likely.
 #
 # With one update a step, training starts at a loss of 0: every ratio is 1 and every k3 is 0, so the
-# "grpo" loss is minus the mean of the advantages, and those sum to 0 in each group. ("dapo" and
-# "dr_grpo" weigh answers by length.) Its gradient is not 0, but -A / |o_i| / N for each token.
-# Advantages are centred anew in every step, so the loss says nothing of progress. Watch the reward.
+# "grpo" loss is minus the mean of the advantages, and those sum to 0 in each group. Its gradient
+# with respect to a token's log pi is not 0, but -A / |o_i| / N. ("dapo" and "dr_grpo" weigh answers
+# by length.) Each step centres its advantages anew, so the loss says nothing of progress.
 #
 # That is GRPO, and you may stop here. What follows is where the five tensors of `grpo_loss` come
 # from. From now on callers mostly stand above what they call.
@@ -503,7 +503,7 @@ def train_step(learner, tokenizer, questions, reward_fn, config):
     # 5. Update: section 11. Inside, the model scores the same tokens, with gradients.
     metrics = update(learner, answers, config)
     learner.groups = groups
-    metrics["sample_seconds"] = sampled - started
+    metrics["sample_seconds"] = sampled - started  # with grading
     metrics["score_seconds"] = scored - sampled
     metrics["update_seconds"] = time.perf_counter() - scored
     metrics["learning_rate"] = learner.optimizer.param_groups[0]["lr"]
@@ -544,8 +544,8 @@ def token_logprobs(model, input_ids, attention_mask, completion_length, temperat
     else these are the log-probs of a policy that the tokens were not drawn from."""
     T = completion_length
     out = read(model, input_ids, attention_mask, use_cache=False, logits_to_keep=T + 1)
-    # Column j predicts the token in column j + 1: the prompt's last column the answer's first
-    # token. The answer's last column has nothing left to predict.
+    # Column j predicts the token in column j + 1, so the prompt's last column predicts the answer's
+    # first token, and the answer's last column has nothing left to predict.
     return log_probability(out.logits[:, :-1], input_ids[:, -T:], temperature)
 
 
@@ -569,12 +569,10 @@ def log_probability(logits, ids, temperature=1.0):
     return -loss.view(ids.shape)
 
 
-# That is all that is needed; the rest of this section saves time and memory. The answers to a
-# question have the same prompt, which `score` reads once. What attention layers keep of the tokens
-# that they have read (keys and values) is called the cache. To copy a prompt's cache to its answers
-# is an operation like any other: their gradients flow back through it, and add up.
-
-
+# `token_logprobs` would be enough. `score`, which the steps call, saves time: the answers to a
+# question have the same prompt, which it reads once. What attention layers keep of the tokens that
+# they have read (keys and values) is called the cache. To copy a prompt's cache to its answers is
+# an operation like any other: their gradients flow back through it, and add up.
 
 def score(model, answers, temperature):
     """Log-probs (n, T) of n answers in any order, and their mask (n, T): as by `token_logprobs`."""
@@ -587,7 +585,7 @@ def score(model, answers, temperature):
         attention_mask = torch.cat([prompt_mask, mask], dim=1)  # (n, P+T)
         return token_logprobs(model, input_ids, attention_mask, T, temperature), mask
     cache, logits, prompt_mask = read_prompts(model, prompts)
-    # The prompt predicts the first token of the answer, and each token but the last the next one.
+    # The prompt predicts the answer's first token; each token but the last predicts the next.
     logprobs = log_probability(logits, ids[:, 0], temperature).unsqueeze(1)  # (n, 1)
     if T > 1:
         attention_mask = torch.cat([prompt_mask, mask[:, :-1]], dim=1)  # (n, P+T-1)
@@ -608,18 +606,17 @@ def pad_rows(rows, side, device):
 
 
 def has_only_attention(model):
-    """Whether no layer is recurrent. Those have a state instead of keys and values, and overwrite
-    it in place, which gradients do not survive."""
+    """False if a layer is recurrent. Such layers have a state instead of keys and values, and
+    overwrite it in place, which gradients do not survive."""
     config = model.config.get_text_config()  # of a model that sees pictures, the part about text
-    # The kinds of layers, by newer and older name. Models with neither should have one kind.
+    # The layers' kinds, by newer or older name. A model with neither is taken for attention only.
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", [])
     return set(kinds) <= {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def read_prompts(model, prompts):
-    """Let the model read n prompts (lists of ids), each distinct one only once. The sampler starts
-    with this, too. Returns the cache of n rows, the logits (n, V) of what comes next, and
-    the mask (n, P)."""
+    """Let the model read n prompts (lists of ids), each distinct one only once. Returns the cache
+    of n rows, the logits (n, V) of what comes next, and the mask (n, P)."""
     prompts = [tuple(prompt) for prompt in prompts]
     distinct = list(dict.fromkeys(prompts))  # each once, in the same order
     places = [distinct.index(prompt) for prompt in prompts]
@@ -645,8 +642,8 @@ def write_logprobs(learner, model, answers, name, config):
 
 
 def in_parts(work, items, at_once, unit):
-    """Call work(parts), where `parts` are the items in lists of at_once[unit]. Where memory is too
-    small, halve that number for good, and start over."""
+    """Call work(parts), where `parts` are the items, cut into lists of at_once[unit]. Where memory
+    is too small, halve that number for good, and start over."""
     while True:
         count = max(1, min(at_once[unit], len(items)))
         try:
@@ -661,14 +658,14 @@ def in_parts(work, items, at_once, unit):
 
 
 # ---- 9. Sampling: G answers to every question --------------------------------------------------
-# Scoring with the tokens not given: the model reads the prompt, a token is drawn from what it says
-# comes next, the model reads that token, and so on. `model.generate` does so too, but with the
-# checkpoint's own settings mixed in: those of Qwen2.5-0.5B-Instruct are top_p 0.8, top_k 20 and
-# repetition_penalty 1.1, and without them the library's default is top_k 50. The tokens then come
-# from another distribution than the one whose probabilities go into the ratio. The loop below draws
-# from all of softmax(logits / temperature), and keeps the log-probabilities that it drew with.
+# Sampling is scoring with the tokens not yet there: the model reads the prompt, a token is drawn
+# from what it says comes next, the model reads that token, and so on. `model.generate` does so too,
+# but with the checkpoint's own settings mixed in: those of Qwen2.5-0.5B-Instruct are top_p 0.8,
+# top_k 20 and repetition_penalty 1.1, and without them the library's default is top_k 50. The
+# tokens then come from another distribution than the one whose probabilities go into the ratio. The
+# loop below draws from all of softmax(logits / temperature), and keeps the log-probs it drew with.
 #
-# They let us check that sampler and scorer agree. A ratio of 1 at the first update proves nothing:
+# These let us check that sampler and scorer agree. A ratio of 1 at the first update proves nothing:
 # both its sides, pi_theta and pi_old, come from the scorer. But the mean distance between the
 # sampler's log-probs and the scorer's is logged as sampler_gap: 1e-6 in float32, a few hundredths
 # at most in bfloat16, which rounds differently in the two. More means that one of them uses another
@@ -704,7 +701,7 @@ def sample_groups(model, tokenizer, prompts, num_generations, *, max_completion_
     exactly softmax(logits / temperature), up to the first of the model's end tokens, or
     `max_completion_length` tokens. Temperature 0 takes the likeliest token each time, and its
     log-probs are those at temperature 1. Reproducible under torch.manual_seed. Leaves the model in
-    eval mode. ValueError for what is out of range, no prompts, no tokens in one, no end tokens."""
+    eval mode. ValueError for numbers out of range, no prompts, an empty one, or no end token."""
     G = num_generations
     cap = max_completion_length
     in_range = G >= 1 and cap >= 1 and 0 <= temperature < math.inf
@@ -833,19 +830,20 @@ def grade(reward_fn, groups):
 
 
 # ---- 11. The update ----------------------------------------------------------------------------
+# The loss, its gradient, and a step of the optimizer, for each mini-batch.
 
 def update(learner, answers, config):
     """Learn from answers: num_iterations passes of num_mini_batches updates each.
 
-    Returns metrics, averaged over the tokens learned from or over the updates. An update whose
-    gradient is not finite is skipped; FloatingPointError after three steps of only such. The model
-    stays in eval mode: with dropout, pi_theta and pi_old would be different networks."""
+    Returns metrics, mostly averaged over the tokens learned from or over the updates. An update
+    whose gradient is not finite is skipped; FloatingPointError after three steps with no other. The
+    model stays in eval mode: with dropout, pi_theta and pi_old would be different networks."""
     results = []  # the metrics of micro-batches
     norms = []  # the lengths of the updates' gradients
     for _ in range(config.num_iterations):
         order = torch.randperm(len(answers))  # every pass has all answers, shuffled anew
         for places in order.tensor_split(config.num_mini_batches):
-            mini_batch = [answers[i] for i in sorted(places.tolist())]  # the longest first, still
+            mini_batch = [answers[i] for i in sorted(places.tolist())]  # the longest first
             found = compute_gradient(learner, mini_batch, config)
             # A gradient that is too long is cut: a strange batch does no more harm than others.
             norm = torch.nn.utils.clip_grad_norm_(learner.masters, config.max_grad_norm).item()
@@ -887,8 +885,8 @@ def compute_gradient(learner, mini_batch, config):
         answers = [answer for answer in answers if answer.advantage != 0]
 
     def work(parts):
-        learner.optimizer.zero_grad()  # the last update's, or what an attempt that ran out of
-        learner.model.zero_grad()  # memory may have left
+        learner.optimizer.zero_grad()  # the masters': of the last update
+        learner.model.zero_grad()  # the parameters': left over if memory ran out
         results = []
         for part in parts:
             loss, metrics = micro_batch_loss(learner, part, config)
@@ -907,7 +905,7 @@ def compute_gradient(learner, mini_batch, config):
 
 
 def micro_batch_loss(learner, answers, config):
-    """The loss over n answers, with its gradient, and a dict of metrics."""
+    """The loss over n answers, differentiable, and a dict of metrics."""
     logprobs, mask = score(learner.model, answers, config.temperature)  # (n, T)
     # With one update per step, pi_old is pi_theta itself, held constant. The ratio is then 1, but
     # its gradient is not 0: it is that of log pi_theta.
@@ -1041,7 +1039,7 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
     done = len(learner.history)
     bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, unit="step")
     for step in bar:
-        # The learning rate goes up in a line, then down, to 0 after the last step.
+        # The learning rate goes up linearly, then down, to 0 after the last step.
         up = step / max(1, config.warmup_steps)
         down = (config.steps + 1 - step) / max(1, config.steps + 1 - config.warmup_steps)
         learner.optimizer.param_groups[0]["lr"] = config.learning_rate * min(up, down)
@@ -1076,8 +1074,8 @@ def make_learner(model, config):
     On a GPU with bfloat16 the model computes in it, which is about twice as fast. But an update at
     learning rate 1e-6 is far smaller than the gap between neighbouring bfloat16 numbers: some 98 %
     of the weights would not move at all. So the optimizer moves float32 copies, the masters, and
-    the model gets them, rounded, after each update. Elsewhere (CPU, Apple's GPUs, older cards), the
-    model computes in float32, and masters and parameters are the same memory."""
+    the model gets them, rounded, after each update. Elsewhere (CPU, Apple's GPUs, older cards) it
+    computes in float32 by default, and masters and parameters are the same memory."""
     on_gpu = model.device.type == "cuda"
     in_bf16 = config.bf16
     if in_bf16 is None:
@@ -1121,7 +1119,7 @@ def question_stream(dataset, learner, seed):
 # metrics.jsonl, and checkpoint.pt with what a run needs to go on. Each is written beside the old
 # one and then renamed, so whatever kills the process, there is one whole file.
 
-MAY_CHANGE = ("save_steps", "micro_batch_size")  # what a resumed run may have other values of
+MAY_CHANGE = ("save_steps", "micro_batch_size")  # the settings that a resumed run may change
 
 
 def save_run(folder, learner, config):
@@ -1142,10 +1140,10 @@ def open_folder(folder, learner, config, resume):
     """Make the folder, or put its checkpoint into `learner`. Where there is no checkpoint yet, the
     run begins again. ValueError for a run that is not to be resumed, or has other settings."""
     folder.mkdir(parents=True, exist_ok=True)
-    saves = (folder / "checkpoint.pt").exists()
-    if not resume and (saves or (folder / "metrics.jsonl").exists()):
+    has_checkpoint = (folder / "checkpoint.pt").exists()
+    if not resume and (has_checkpoint or (folder / "metrics.jsonl").exists()):
         raise ValueError(f"{folder} holds a run: resume it, or name another folder")
-    if not saves:
+    if not has_checkpoint:
         return
     saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
     for name, value in asdict(config).items():
@@ -1167,8 +1165,8 @@ def open_folder(folder, learner, config, resume):
 #              almost solved, or almost hopeless; to divide by it makes those questions count more
 #   RLOO       scale_rewards="rloo", loss_type="dr_grpo", beta=0, one update per step. The log-prob
 #              of an answer is the sum of its tokens', and only dr_grpo sums
-#   REINFORCE  the same with scale_rewards="none". Then r = 1, and the gradient of r * A is A times
-#              that of log pi: REINFORCE, with the group's mean as its baseline
+#   REINFORCE  the same with scale_rewards="none". With one update r = 1, and the gradient of r * A
+#              is A times that of log pi: REINFORCE, with the group's mean as its baseline
 #   DAPO       epsilon_high=0.28 (a rare token that was good may grow faster), loss_type="dapo",
 #              dynamic_sampling > 0, beta=0, and `overlong_penalty` added to the reward
 #   GSPO       importance_sampling_level="sequence" (arXiv:2507.18071): all tokens of an answer have
@@ -1179,23 +1177,23 @@ def open_folder(folder, learner, config, resume):
 #              pi_old; multiplying by r makes the mean of the KL a mean over pi_theta's tokens
 #
 # mask_truncated_completions leaves truncated answers out of the loss, but not out of their group's
-# mean nor, except with "dapo", out of the divisor. PPO is left out: it needs a trained critic.
+# mean nor, except with "dapo", out of the divisor.
 #
 # Autograd does not see that pi_theta also decides which tokens are drawn, so the mean of an
-# estimate's gradient need not be the gradient of the KL. Over tokens drawn from pi_theta, that of
-# k2, the mean of log(pi_theta/pi_ref) * grad log pi_theta, is. That of k3, the mean of
-# (1 - pi_ref/pi_theta) * grad log pi_theta, is the gradient of KL(pi_ref || pi_theta), which also
-# holds the policy back. r * k3 adds k3 * grad log pi_theta to it: k2's gradient again, at r = 1.
+# estimate's gradient need not be the KL's. Over tokens drawn from pi_theta, k2 (below) has the
+# right one: the mean of log(pi_theta/pi_ref) * grad log pi_theta. k3 has another, the mean of
+# (1 - pi_ref/pi_theta) * grad log pi_theta: that of KL(pi_ref || pi_theta), which also holds the
+# policy back. r * k3 adds k3 * grad log pi_theta to that: at r = 1, k2's gradient again.
 
 def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
     """Estimates of KL(pi_theta || pi_ref) per token: (N, T), (N, T) -> (N, T).
 
     The names are those of RLinf, a library for such training. With x = log(pi_theta / pi_ref):
 
-    "low_var_kl"  k3, the default: no bias and little variance
-    "kl"          k1 = x. No bias, but useless as a loss, as section 4 says
-    "abs"         |x|
-    "mse"         k2 = x^2 / 2. Its value is biased, its gradient is the right one
+        "low_var_kl"  k3, the default: no bias and little variance
+        "kl"          k1 = x. No bias, but useless as a loss, as section 4 says
+        "abs"         |x|, biased
+        "mse"         k2 = x^2 / 2. Its value is biased, its gradient is the right one
 
     ValueError for any other name."""
     x = logprobs - ref_logprobs  # (N, T)
