@@ -423,7 +423,7 @@ LARGEST = 20  # number to occur: the fewer the sums, the sooner they are learned
 # How the texts of one pre-training step answer: so many of each in every step, not drawn, so that
 # the bad habit leads by the same margin, and greedy answers show it, whatever the seed.
 HABITS = ["first_step"] * 10 + ["no_box"] * 2 + ["worked_through"] * 4
-PRETRAIN_STEPS = 600
+PRETRAIN_STEPS = 560
 # Qwen's, without its system prompt: here that would be tokens that say nothing.
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
