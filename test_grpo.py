@@ -3,17 +3,12 @@ r"""The tests of grpo.py and gsm8k_demo.py, and the second half of the tutorial:
 
     python -m pytest -q test_grpo.py
 
-All of it runs offline, on the CPU, in under two minutes. Most of it is tables: a name, what goes
-in, what must come out, and below them the short function that checks each row. Read a table like a
-list of sentences; change a line of grpo.py, and see which of them goes red. "Slow" is a second way
-to compute the same thing: loops, one token at a time, written to be obvious.
+Offline, on the CPU, in under two minutes. Most of it is tables: a name, what goes in, what must
+come out, and below them the short function that checks each row. Change a line of grpo.py, and see
+which of them goes red. "Slow" is a second way to compute the same thing, written to be obvious.
 """
 
-import builtins
-import contextlib
 import copy
-import dataclasses
-import functools
 import inspect
 import itertools
 import json
@@ -22,36 +17,30 @@ import os
 import random
 import re
 import runpy
-import shutil
-import signal
 import string
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
+import datasets
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from tokenizers import models, pre_tokenizers, Tokenizer
-from torch.nn.functional import pad
 from torch.nn.utils import parameters_to_vector
-from transformers import (AutoConfig, AutoModelForCausalLM, CONFIG_MAPPING,
-                          PreTrainedTokenizerFast)
+from transformers import AutoConfig, AutoModelForCausalLM, CONFIG_MAPPING, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parent / ".ci"))
 import gallery  # noqa: E402
 import grpo  # noqa: E402
 import gsm8k_demo  # noqa: E402
-from grpo import (answer_ratio_loss, average, choose_tokens, clipped_surrogate, corrected_kl_loss,
-                  end_token_ids, extract_boxed, group_advantages, group_scale, grpo_loss,
-                  GRPOConfig, gspo_loss, k3_kl, kl_estimate, masked_mean, overlong_penalty,
-                  rule_reward, sample_groups, token_logprobs, train, training_steps)
+from grpo import (average, clipped_surrogate, draw_tokens, end_token_ids, extract_boxed,
+                  group_advantages, grpo_loss, GRPOConfig, k3_kl, kl_estimate, masked_mean,
+                  overlong_penalty, pad_rows, rule_reward, sample_groups, score, token_logprobs,
+                  train, training_steps)  # noqa: E402
 
 torch.set_num_threads(1)  # matrices this small are done before a second thread wakes up
 
@@ -65,7 +54,6 @@ def numbers(text):
 
 
 def gradient(function, x):
-    """The gradient of function(x), a single number, with respect to x."""
     leaf = x.clone().requires_grad_()
     return torch.autograd.grad(function(leaf), leaf)[0]
 
@@ -76,147 +64,120 @@ def cases(names, table):
 
 
 def near(actual, expected, tolerance=1e-12):
-    """The same shape, and the same numbers up to rounding."""
     actual = torch.as_tensor(actual, dtype=torch.float64)
     expected = torch.as_tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 # --- The worked numbers of the documents ---
-# grpo.py was written after an article, a chapter of a book on RLHF with a script, an explainer and
-# a course, whose titles and errors are in the README. Where one is wrong, the figures that it
-# prints are the last column of a row. All numbers stand in strings, with blanks between them.
-P_02 = t64([[0.2]]).log()
-P_04 = t64([[0.4]]).log()
-ONE = torch.ones(1, 1)  # a mask
-EGGS = r"There are 9 * 7 = \boxed{63} eggs."
-BOOK = torch.ones(2, 10, dtype=torch.float64)  # losses [1, 1, 1, 1, 10] and [1 nine times, 10]
-BOOK[[0, 1], [4, 9]] = 10.0
-BOOK_MASK = torch.arange(10) < torch.tensor([[5], [10]])
-
-
-def clip(advantage, ratios):
-    logprobs = numbers(ratios).log().unsqueeze(0)
-    return clipped_surrogate(logprobs, 0 * logprobs, t64([advantage]))
+# Of an article, a chapter of a book on RLHF with a script, an explainer and a course; the README
+# has their titles and errors. Where one is wrong, what it prints is the last column of a row.
+def advantages(rewards, scale_rewards="group"):
+    return group_advantages(numbers(rewards), scale_rewards)
 
 
 def statistics(rewards):
-    """Mean, std (both read back from the advantages) and advantages of a group."""
-    advantages = group_advantages(numbers(rewards))
-    centered = group_advantages(numbers(rewards), scale_rewards=False)
-    return [numbers(rewards)[0] - centered[0], centered[0] / advantages[0], *advantages]
+    centered = advantages(rewards, "none")[0]
+    return [numbers(rewards)[0] - centered, centered / advantages(rewards)[0], *advantages(rewards)]
+
+
+def clip(row):
+    row = numbers(row)
+    return clipped_surrogate(row[1:].unsqueeze(0), row[:1])
 
 
 def script(loss_type):
     """Ratios 1, advantages 2, answers of 4 and 7 tokens: value, gradient of a token in each."""
-    ones = torch.ones(2, 7, dtype=torch.float64)
-    mask = (torch.arange(7) < torch.tensor([[4], [7]])).long()
-    slope = gradient(lambda ratios: average(2 * ratios, mask, loss_type, 7), ones)
-    return [average(2 * ones, mask, loss_type, 7), *slope[:, 0]]
+    mask = numbers("1 1 1 1 0 0 0  1 1 1 1 1 1 1").view(2, 7)
+    slope = gradient(lambda ratios: average(2 * ratios, mask, loss_type, 7), 0 * mask + 1)
+    return [slope.sum(), *slope[:, 0]]
 
 
-@cases("row", {  # document, quantity: what grpo.py computes, what is right, what is misprinted
-    "article: clip at ratio 1.3": (lambda: clip(2, "1.3"), "2.4"),
+@cases("row", {  # document, quantity: what grpo.py computes, from what, what is right, misprinted
+    "article: clip at ratio 1.3": (clip, "2 1.3", "2.4"),
     "article: mean, std and advantages of five; its code has rewards.std(), over G - 1":
-        (lambda: statistics("2 3.5 1 4 2.5"),
-         "2.6 1.067708 -0.561951  0.842927 -1.498537  1.311220 -0.093659",
-         "2.6 1.068    -0.503     0.754    -1.340     1.173    -0.084"),
+        (statistics, "2 3.5 1 4 2.5", "2.6 1.067708 -0.561951 0.842927 -1.498537 1.31122 -0.093659",
+                                      "2.6 1.068    -0.503    0.754    -1.34     1.173   -0.084"),
     "article: one right answer in DeepSeek-R1's group of 16; it has the root of 63, as of 64":
-        (lambda: group_advantages(numbers("1.5" + 15 * " 0.5"))[0], "3.872983", "7.937254"),
-    "article, explainer: k3 at pi_ref/pi_theta = 2": (lambda: k3_kl(P_02, P_04), "0.306853"),
-    "book: mean losses": (lambda: masked_mean(BOOK, BOOK_MASK, dim=1), "2.8 1.9"),
-    "book: mean of the means": (lambda: average(BOOK, BOOK_MASK), "2.35"),
-    "book: mean over tokens, 33/15": (lambda: average(BOOK, BOOK_MASK, "dapo"), "2.2", "2.27"),
-    "book: sign of the KL in the loss":
-        (lambda: grpo_loss(P_02, P_02, P_04, t64([0]), ONE, beta=1)[0], "0.306853", "-0.307"),
-    "script: masked_mean": (lambda: script("grpo"), "2 0.25 0.142857"),
-    "script: masked_sum": (lambda: script("dr_grpo"), "1.571429 0.142857 0.142857"),
+        (advantages, "1.5" + 15 * " 0.5", "3.872983" + 15 * " -0.258199",
+                                          "7.937254" + 15 * " -0.125988"),
+    "article, explainer: pi_ref/pi_theta = 2; the book has the KL's sign in the loss wrong":
+        (lambda row: k3_kl(*numbers(row).log()), "0.2 0.4", "0.306853", "-0.307"),
+    "book: the means of two answers, the mean of those, and that of all tokens, 33/15":
+        (lambda x: [*masked_mean(x, x, dim=1), average(x, x), average(x, x, "dapo")],
+         numbers("1 1 1 1 10 0 0 0 0 0  1 1 1 1 1 1 1 1 1 10").view(2, 10),
+         "2.8 1.9 2.35 2.2", "2.8 1.9 2.35 2.27"),
+    "script: masked_mean": (script, "grpo", "2 0.25 0.142857"),
+    "script: masked_sum": (script, "dr_grpo", "1.571429 0.142857 0.142857"),
     "script: mean over tokens; advantages were left out, and a gradient of 1/7 was not zeroed":
-        (lambda: script("dapo"), "2 0.181818 0.181818", "1 0.2338 0.2338"),
+        (script, "dapo", "2 0.181818 0.181818", "1 0.2338 0.2338"),
     "DAPO's paper, equation 13: lengths for a cap of 20 and a buffer of 8":
-        (lambda: overlong_penalty(numbers("1 12 13 16 20 23"), 20, 8), "0 0 -0.125 -0.5 -1 -1"),
-    "course: a right box": (lambda: rule_reward(EGGS, "63"), "1.5"),
-    "course: a wrong box": (lambda: rule_reward(r"About \boxed{50}.", "63"), "0.5"),
-    "course: right but not boxed": (lambda: rule_reward("It is 5.", "5"), "0", "1"),
-    "course: second thoughts, its pattern reads the first box":
-        (lambda: rule_reward(r"\boxed{50}? No: \boxed{63}", "63"), "1.5", "0.5"),
+        (lambda row: overlong_penalty(numbers(row), 20, 8), "1 12 13 20 23", "0 0 -0.125 -1 -1"),
+    "course: rewards; its pattern also takes 63 without a box, and reads the first box":
+        (lambda texts: [rule_reward(text, "63") for text in texts],
+         [r"9 * 7 = \boxed{63} eggs.", r"\boxed{50}.", "It is 63.", r"\boxed{50}? No: \boxed{63}"],
+         "1.5 0.5 0 1.5", "1.5 0.5 1 0.5"),
     "course: apples minus their mean":
-        (lambda: group_advantages(numbers("1.5 1 0 0"), False), "0.875 0.375 -0.625 -0.625"),
-    "course: early": (lambda: group_advantages(numbers("0.5 1.5 0.5 1.5 0.5 1.5 0.5 0.5")),
+        (lambda row: advantages(row, "none"), "1.5 1 0 0", "0.875 0.375 -0.625 -0.625"),
+    "course: early": (advantages, "0.5 1.5 0.5 1.5 0.5 1.5 0.5 0.5",
         "-0.774597 1.290994 -0.774597 1.290994 -0.774597 1.290994 -0.774597 -0.774597",
         "-1.2      0.1       0.8      0.1       1.5      0.1      -0.3       0.6"),
-    "course: middle": (lambda: group_advantages(numbers("1.5 1.5 1.5 0.5 1.5 1.5 1.5 1.5")),
+    "course: middle": (advantages, "1.5 1.5 1.5 0.5 1.5 1.5 1.5 1.5",
         "0.377964 0.377964 0.377964 -2.645751 0.377964 0.377964 0.377964 0.377964",
         "0        0        0        -0.5      0        0        0        0"),
-    "course: late": (lambda: group_advantages(numbers(8 * "1.5 ")), 8 * "0 "),
-    "course: mean, std and advantages of eight": (lambda: statistics("1.5 0 1.5 0 1 1.5 0.5 1.5"),
+    "course: late": (advantages, 8 * "1.5 ", 8 * "0 "),
+    "course: mean, std and advantages of eight": (statistics, "1.5 0 1.5 0 1 1.5 0.5 1.5",
         "0.9375 0.634306 0.886796 -1.477994 0.886796 -1.477994 0.098533 0.886796 -0.68973 0.886796",
         "0.875  0.637    0.82     -1.23     0.82     -1.23     0.12     0.82     -0.53    0.82"),
-    "course: good": (lambda: clip(1, "0.5 0.8 1 1.2 1.5"), "0.5 0.8 1 1.2 1.2"),
-    "course: bad": (lambda: clip(-1, "0.5 0.8 1 1.2 1.5"), "-0.8 -0.8 -1 -1.2 -1.5"),
+    "course: good": (clip, "1 0.5 0.8 1 1.2 1.5", "0.5 0.8 1 1.2 1.2"),
+    "course: bad": (clip, "-1 0.5 0.8 1 1.2 1.5", "-0.8 -0.8 -1 -1.2 -1.5"),
 })
 def test_the_documents_numbers(row):
-    compute, right, *misprint = row
-    computed = torch.as_tensor(compute()).flatten()
+    compute, given, right, *misprint = row
+    computed = torch.as_tensor(compute(given)).flatten()
     near(computed, numbers(right), 1e-6)
     for printed in misprint:
         assert (computed - numbers(printed)).abs().max() > 0.005, "it may be rounding"
 
 
 # --- The reward ---
-BOXES = {  # text: the contents of the complete box that opens last
+@pytest.mark.parametrize("text, contents", {  # contents of the complete box that opens last
     r"$$\boxed{63}$$": "63", r"\boxed{{{a}}{b}}": "{{a}}{b}", r"\boxed{\{1, 2\}}": r"\{1, 2\}",
     r"\boxed{a \} b}": r"a \} b", r"\boxed{1} \boxed{2}": "2", r"\boxed{\boxed{5}}": "5",
     r"\boxed{1} \boxed{\frac{2}{3}": "1", r"\boxed{x = \boxed{2}": "2", r"{\boxed{5}": "5",
-    r"\boxed{1 + \boxed{2} + 3}": "2", r"} } \boxed{5}": "5", r"\boxed{1}}} \boxed{2}}": "2",
-    "\\boxed{\ud800}": "\ud800",
-}
-NO_REWARD = {  # blank boxes, and none
+    r"\boxed{1 + \boxed{2} + 3}": "2", r"} } \boxed{5}": "5", "\\boxed{\ud800}": "\ud800",
+    # These earn nothing: blank boxes, and none.
     r"\boxed{}": "", "\\boxed{ \n\t }": " \n\t ", r"\boxed{63} \boxed{}": "",
-    r"\boxed{\boxed{}}": "", "": None, "63": None, "boxed{63}": None, r"\boxed": None,
-    r"\boxed{63": None, r"\boxed63}": None, r"\boxed\{63\}": None, r"\boxed{63\}": None,
-}
-
-
-@pytest.mark.parametrize("text", BOXES | NO_REWARD)
-def test_boxes(text):
-    assert extract_boxed(text) == (BOXES | NO_REWARD)[text]
-    if text in NO_REWARD:
-        assert rule_reward(text, "63") == 0.0
+    r"\boxed{\boxed{}}": "", "": None, "boxed{63}": None, r"\boxed": None, r"\boxed{63": None,
+    r"\boxed\{63\}": None, r"\boxed{63\}": None}.items())
+def test_boxes(text, contents):
+    assert extract_boxed(text) == contents
+    if contents is None or not contents.strip():
         assert rule_reward(text, "") == 0.0  # nor does an empty box equal an empty answer
 
 
-@cases("rows", {  # why: box and answer
-    "the same number": ["63.0 is 63", "007 is 7", "-0 is 0", "+5 is 5", ".5 is 0.5", "5e3 is 5000",
-        "5e-1 is 0.5", "63 is 63.0", "63.009 is 63", "62.991 is 63"],
-    "another number": ["50 is not 63", "630 is not 63", "-63 is not 63", "5 is not -5",
-        "63.011 is not 63", "62.98 is not 63"],
-    "0.01 is not below 0.01": ["63.01 is not 63", "5.01 is not 5", "4.99 is not 5",
-        "3,000,000.01 is not 3000000"],
-    "blanks around it": [" 63  is 63", "63 is  63\n", " x+1  is x+1", "x+1 is  x+1\n"],
-    "thousands": ["1,000 is 1000", "1000 is 1,000", "-1,000 is -1000", "1{,}000 is 1000",
-        "1{,}234{,}567 is 1,234,567", "1,234,567.5 is 1234567.5"],
-    "a comma is no place to cut": ["8,000 is not 000", "8,000 is not 8", "1,2,3 is not 123",
-        "12,34 is not 1234", "1234,567 is not 1234567"],
-    "units": ["$18 is 18", r"\$18 is $18.00", "$63$ is 63", "-$5 is -5", "$-5 is -5",
-        "50% is 50", r"12.5\% is 12.5", "50 % is 50"],
-    "a sentence ends": ["63. is 63", "1,000. is 1000", " $18.  is 18", "50%.  is 50"],
-    "equal as strings": [r"\frac12 is \frac12", "Monday is Monday", ", is ,", "nan is nan"],
-    "no number": [", is not 0", ". is not 0", "- is not 0", "$ is not 0", "e5 is not 0",
-        "63 is not ", "63 is not ,", "6 3 is not 63", "63 eggs is not 63", "6.3.0 is not 6.3",
-        "--5 is not 5", "63\x00 is not 63", r"\frac12 is not 0.5", "60+3 is not 63",
-        "1_000 is not 1000", "0x3f is not 63", "nan is not NaN"],
-    "too large for a float": ["1e999 is not 2e999", "inf is not 1e999", "-1e999 is not -inf",
-        f"1{'0' * 308} is not -1{'0' * 308}"],
-    "other digits": ["\u0666\u0663 is not 63", "\uff16\uff13 is not 63", "6\u00b3 is not 63",
-        "\u2465 is not 6", "63 is not \u0666\u0663"],
+@cases("rows", {  # why: box and answer; box and answer
+    "the same number": "63.0 is 63; -0 is 0; .5 is 0.5; 5e3 is 5000; 5e-1 is 0.5; 63.009 is 63",
+    "padded": "007 is 7; +5 is 5;  63  is 63; 63 is  63\n;  x+1  is x+1; x+1 is  x+1\n",
+    "another number": "50 is not 63; 630 is not 63; -63 is not 63; 5 is not -5; 62.98 is not 63",
+    "0.01": "62.991 is 63; 5.01 is not 5; 4.99 is not 5; 3,000,000.01 is not 3000000",
+    "thousands": "-1,000 is -1000; 1000 is 1,000; 1{,}234{,}567 is 1234567; 1,234.5 is 1234.5",
+    "wrong commas": "8,000 is not 000; 8,000 is not 8; 12,34 is not 1234; 1234,567 is not 1234567",
+    "units": r"\$18 is $18.00; $63$ is 63; -$5 is -5; $-5 is -5; 12.5\% is 12.5; 50 % is 50",
+    "a sentence ends": "63. is 63; 1,000. is 1000;  $18.  is 18; 50%.  is 50",
+    "equal as strings": r"\frac12 is \frac12; Monday is Monday; , is ,; nan is nan",
+    "no number": ", is not 0; . is not 0; - is not 0; $ is not 0; e5 is not 0; 63 is not ; 63 is "
+        "not ,; 6 3 is not 63; 63 eggs is not 63; 6.3.0 is not 6.3; --5 is not 5; 60+3 is not 63; "
+        "63\x00 is not 63; \\frac12 is not 0.5; 1_000 is not 1000; 0x3f is not 63; nan is not NaN",
+    "too large for a float": "1e999 is not 2e999; inf is not 1e999; -1e999 is not -inf; "
+        f"1{'0' * 308} is not -1{'0' * 308}",
+    "other digits": "\u0666\u0663 is not 63; 63 is not \uff16\uff13; 6\u00b3 is not 63",
 })
 def test_boxes_are_read_as_a_person_would(rows):
-    for case in rows:
+    for case in rows.split("; "):
         box, answer = re.split(" is not | is ", case)
         reward = rule_reward(f"The answer is \\boxed{{{box}}}.", answer)
         assert reward == (0.5 if " is not " in case else 1.5), case
-        assert type(reward) is float
 
 
 @pytest.mark.parametrize(
@@ -228,242 +189,141 @@ def test_hostile_text_takes_linear_time(piece):
         started = time.process_time()
         # A digit on either side keeps strip() away from the middle. An x at the end makes a
         # pattern that nearly matched try again from every place.
-        for text in (body, f"1{body}1", f"1{body}x"):
-            assert rule_reward(text, "7") in (0.0, 0.5)
-            assert rule_reward(f"\\boxed{{{text}}}", "7") in (0.0, 0.5)
-            assert rule_reward(r"\boxed{7}", text) == 0.5
+        for text in (f"1{body}1", f"1{body}x"):
+            rule_reward(f"\\boxed{{{text}}}", "7")
+            rule_reward(r"\boxed{7}", text)
         assert time.process_time() - started < 3.0
 
 
 # --- Advantages ---
-@cases("rewards, right", {  # rewards, advantages
-    "the apples": ("1.5 1.5 0.5 0.5", "1 1 -1 -1"), "small is not equal": ("0 1e-9", "-1 1"),
-    "just not equal": ("1 1.0000026", "-1 1"),
+@pytest.mark.parametrize("scale, rewards, right", [
+    ("group", "1.5 1.5 0.5 0.5", "1 1 -1 -1"), ("none", "0 1 1 2", "-1 0 0 1"),
+    ("rloo", "0 1 1 2", "-1.33333333 0 0 1.33333333"),  # 2 - 2/3, the mean of the others
+    ("batch", "0 1 1 2", "-1.41421356 0 0 1.41421356"),  # over the std of 0 1 1 2 and 2 2 2 2
+    ("group", "0 1e-9", "-1 1"), ("group", "1 1.0000026", "-1 1"),  # not quite equal
     # Equal rewards, though their mean may differ in the last digit: exactly 0.
-    "just equal": ("1 1.0000004", "0 0"), "zeros": ("0 0 0", "0 0 0"),
-    "0.1": ("0.1 0.1 0.1", "0 0 0"), "negative": (7 * "-0.7 ", 7 * "0 "),
-    "large": ("100000001 100000000 100000000", "0 0 0"),
-})
-def test_advantages(rewards, right):
+    ("group", "1 1.0000004", "0 0"), ("group", "100000001 100000000 100000000", "0 0 0"),
+    ("rloo", "0.30000000000000004 0.3 0.3", "0 0 0"),  # 0.1 + 0.2, and 0.3
+    ("group", "0 0 0", "0 0 0"), ("batch", 7 * "-0.7 ", 7 * "0 "),
+])
+def test_advantages(scale, rewards, right):
     rewards, right = numbers(rewards), numbers(right)
-    tolerance = 1e-6 * right.abs().max()  # so zeros are exact
-    centered = rewards - rewards.mean()
-    size = rewards.abs().max().clamp(min=1e-9)  # so that 1e-9 counts as much as 1
-    centered = centered / size if right.any() else right
-    near(group_advantages(rewards, False) / size, centered, tolerance)
-    near(group_advantages(rewards.float()), right, 2e4 * tolerance)
-    # Beside other groups and in any shape it is the same, and the rewards are left alone.
-    block = torch.stack([rewards, 0 * rewards, 1000 * rewards]).view(3, 1, -1)
-    before = block.clone()
-    near(group_advantages(block)[[0, 2], 0], torch.stack([right, right]), tolerance)
-    assert torch.equal(block, before)
+    groups = torch.stack([rewards, rewards.max().expand_as(rewards)])  # the second is all equal
+    wanted = torch.stack([right, 0 * right])
+    near(group_advantages(groups, scale), wanted, 1e-6 * right.abs().max())  # zeros are exact
 
 
-@pytest.mark.parametrize("scale, best", [
-    ("group", 2**0.5), ("none", 1), ("rloo", 4 / 3), ("batch", 0.8**0.5)])
-def test_scales_of_advantages(scale, best):
-    rewards = t64([[0, 1, 1, 2], [3, 3, 3, 3]])  # others' mean of the 2: 2/3; std of all: 1.25**0.5
-    near(group_scale(rewards, scale), [[-best, 0, 0, best], [0, 0, 0, 0]])
-    assert (group_scale(torch.full((3, 4), 0.5), scale) == 0).all()
+# --- k3 and the masked mean: values and gradients ---
+def test_k3_where_the_policies_are_far_apart_or_nearly_the_same():
+    x = numbers("1e-6 0.5 99 -30")  # log(pi_theta / pi_ref)
+    near(k3_kl(x, 0 * x) / numbers("5e-13 0.10653066 98 1.0686475e13"), 0 * x + 1, 1e-6)
+    slopes = gradient(lambda x: k3_kl(x, 0 * x).sum(), x)
+    near(slopes / numbers("1e-6 0.39346934 1 -1.0686475e13"), 0 * x + 1, 1e-6)
+    assert k3_kl(t64([1e308, -1e308]), t64([-1e308, 1e308])).isfinite().all()
 
 
-# --- Ratio and clip, the KL estimators, the masked mean: values and gradients ---
-# An advantage (clipped 0.2 below, 0.28 above) or the name of a KL; the log of pi_theta/pi_old, or
-# pi_theta/pi_ref; the value; its gradient.
-@cases("row", {
-    "good, much likelier": "1 0.3 1.28 0", "good, likelier": "1 0.2 1.221403 1.221403",
-    "good, rarer": "1 -0.5 0.606531 0.606531", "bad, likelier": "-1 0.5 -1.648721 -1.648721",
-    "bad, rarer, clipped": "-1 -0.3 -0.8 0", "e^20, not clipped": "-2 20 -970330391 -970330391",
-    "e^100, clipped": "2 100 2.56 0", "k3, likelier": "low_var_kl 0.5 0.10653066 0.39346934",
-    "k3, nearly equal": "low_var_kl 1e-6 5e-13 1e-6", "k3, e^99 likelier": "low_var_kl 99 98 1",
-    "k3, e^30 rarer": "low_var_kl -30 1.0686475e13 -1.0686475e13",
-    "k1": "kl -3 -3 1", "|k1|": "abs -3 3 -1", "k2": "mse -3 4.5 -3",
-})
-def test_one_token(row):
-    kind, *row = row.split()
-    log_ratio, value, slope = map(float, row)
-    other = torch.zeros(3, 3, dtype=torch.float64)
-
-    def compute(x):
-        if kind in SLOW_KL:
-            return kl_estimate(x, other, kind)[0, 0]
-        advantages = t64([float(kind), 5, 7])  # for rows; taken for columns, 7 would count
-        return clipped_surrogate(x, other, advantages, 0.2, 0.28)[0, 2]
-
-    near(compute(other + log_ratio), value, 1e-6 * abs(value))
-    near(gradient(compute, other + log_ratio).sum(), slope, 1e-6)
-
-
-@pytest.mark.parametrize("dirt", [1.0, math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float64])
-def test_masked_mean(dirt, dtype):
-    values = t64([[1, 3, dirt], [dirt, dirt, dirt], [8, dirt, dirt]])
-    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]]).to(dtype)
-    near(masked_mean(values, mask), 4)
-    near(masked_mean(values, mask, dim=0), [4.5, 3, 0])
-    near(masked_mean(values, mask, dim=1), [2, 0, 8])
-    near(gradient(lambda x: masked_mean(x, mask), values), mask.double() / 3)
-    near(masked_mean(values[:1], mask[0], dim=1), [2])  # a mask that expands
+def test_masked_mean():
+    values = numbers("1 3 nan inf nan 7 8 nan -inf").view(3, 3)
+    mask = numbers("1 1 0 0 0 0 1 0 0").view(3, 3)
+    near([masked_mean(values, mask), average(values, mask)], [4, (2 + 0 + 8) / 3])
+    near(gradient(lambda x: masked_mean(x, mask), values), mask / 3)
     # Only what is masked may disappear: to hide more would hide a broken model.
-    assert masked_mean(t64([math.nan, 1]), torch.ones(2)).isnan()
+    assert masked_mean(values, 1 + mask).isnan()
 
 
-# --- The loss and its relatives, against one slow loss ---
-SLOW_KL = {  # of x = log(pi_theta / pi_ref)
-    "low_var_kl": lambda x: (-x).exp() + x - 1, "kl": lambda x: x,
-    "abs": lambda x: x.abs(), "mse": lambda x: x * x / 2,
-}
-
-
-def slow_loss(loss_name, logprobs, old, ref, advantages, mask, *, epsilon=0.2, epsilon_high=None,
-              beta=0.04, kl="low_var_kl", loss_type="grpo", max_completion_length=7):
-    """One token at a time. Returns the loss and its metrics."""
-    high = epsilon if epsilon_high is None else epsilon_high
+# --- The loss, against one slow loss ---
+def slow_loss(row, logprobs, old, ref, advantages, mask):
+    """One token at a time. The cap is 7."""
+    config = grpo.GRPOConfig(**VARIANTS[row[0]])
     losses = torch.zeros_like(old)
-    ratios, clips, kls = torch.zeros(3, *mask.shape, dtype=torch.float64)
     for i, t in mask.nonzero().tolist():
         A = advantages[i]
-        whole = (logprobs - old)[i, mask[i]]
-        log_ratio = {"gspo_loss": whole.mean(), "answer_ratio_loss": whole.sum()}.get(
-            loss_name, logprobs[i, t] - old[i, t])
-        ratio = log_ratio.exp()
-        bound = 1 + high if A > 0 else 1 - epsilon
-        clipped = A * ratio > A * bound
-        penalty = SLOW_KL[kl](logprobs[i, t] - ref[i, t]) * (beta > 0)  # at 0 no ref is given
-        weight = ratio if loss_name == "corrected_kl_loss" else 1.0
-        losses[i, t] = beta * weight * penalty - A * (bound if clipped else ratio)
-        ratios[i, t] = ratio.item()
-        clips[i, t] = clipped
-        kls[i, t] = penalty.item()
-    loss = {  # the mean of an answer without tokens is 0
-        "grpo": (losses.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean(),
-        "dapo": losses.sum() / mask.sum(),
-        "dr_grpo": losses.sum() / (len(mask) * max_completion_length)}[loss_type]
-    return loss, {"loss": loss.item(), "ratio_max": ratios.max().item(),
-                  "kl": kls[mask].mean().item(), "clip_fraction": clips[mask].mean().item()}
+        ratios = (logprobs - old)[i, mask[i]].exp()
+        ratio = ratios[t]
+        if config.importance_sampling_level == "sequence":
+            ratio = ratios.prod() ** (1 / len(ratios))
+        bound = 1 + (config.epsilon_high or config.epsilon) if A > 0 else 1 - config.epsilon
+        x = logprobs[i, t] - ref[i, t]  # log(pi_theta / pi_ref)
+        kl = {"low_var_kl": (-x).exp() + x - 1, "kl": x, "abs": x.abs(), "mse": x * x / 2}
+        weight = config.beta * ratio if config.use_bias_correction_kl else config.beta
+        losses[i, t] = weight * kl[config.kl_penalty_type] - min(A * ratio, A * bound)
+    return {"grpo": (losses.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean(),  # 0 if it is empty
+            "dapo": losses.sum() / mask.sum(), "dr_grpo": losses.sum() / (len(mask) * 7)}[row[1]]
 
 
-def batch(seed=0):
+def batch():
     """Six answers of up to five tokens: log-probs of three policies, advantages, mask."""
-    draw = random.Random(seed)  # unlike torch's generator it is the same in every version
-    noise = t64([draw.gauss(0, 1) for _ in range(4 * 6 * 5)]).view(4, 6, 5)
-    logprobs = -2 * noise[0].abs()
-    old = logprobs + 0.3 * noise[1]
-    ref = logprobs + noise[2]
-    advantages = noise[3, :, 0]
-    advantages[4] = 0.0  # an average answer: no gradient, so nothing to clip
+    noise = (t64(range(120)) ** 2).sin().view(4, 6, 5)  # without a pattern, but no chance either
+    logprobs, old, ref = 0.4 * noise[:3] - 2
     # One answer is empty, as happens; the article's code divides 0 by 0 there.
     mask = torch.arange(5) < torch.tensor([[5], [1], [0], [3], [4], [2]])
-    return logprobs, old, ref, advantages, mask
+    return logprobs, old, ref, noise[3, :, 0], mask
 
 
-LOSSES = {  # function, settings other than its defaults
-    "the papers": ("grpo_loss", {}), "no KL": ("grpo_loss", {"beta": 0}),
-    "clip-higher": ("grpo_loss", {"epsilon_high": 0.28, "kl": "low_var_kl"}),
-    "much KL": ("grpo_loss", {"epsilon": 0.1, "epsilon_high": 0.05, "beta": 0.5, "kl": "kl"}),
-    "GSPO without KL": ("gspo_loss", {"beta": 0}), "answer ratio": ("answer_ratio_loss", {}),
-    "answer ratio without KL": ("answer_ratio_loss", {"beta": 0}),
-    "corrected without KL": ("corrected_kl_loss", {"beta": 0}),
-    "GSPO as it comes": ("gspo_loss", {}), "GSPO": ("gspo_loss", {"beta": 0.3, "epsilon": 0.1}),
-    "no lower bound": ("answer_ratio_loss", {"epsilon": 1.5, "epsilon_high": 0.5, "kl": "abs"}),
-    "corrected": ("corrected_kl_loss", {}), "corrected KL": ("corrected_kl_loss", {"beta": 0.3}),
-    "corrected k2": ("corrected_kl_loss", {"epsilon": 0.1, "epsilon_high": 0.3, "kl": "mse"}),
-}
-LOSS_NAMES = ["grpo_loss", "gspo_loss", "answer_ratio_loss", "corrected_kl_loss"]
-LOSS_TYPES = ["grpo", "dapo", "dr_grpo"]
-every_loss = pytest.mark.parametrize("name, loss_type", list(itertools.product(LOSSES, LOSS_TYPES)))
-every_type = pytest.mark.parametrize("loss_type", LOSS_TYPES)
+ROWS, *_, MASK = batch()
+VARIANTS = {  # the settings that are not the defaults
+    "the papers": {}, "no KL": {"beta": 0}, "clip-higher": {"epsilon_high": 0.28},
+    "much k1": {"epsilon": 0.1, "epsilon_high": 0.05, "beta": 0.5, "kl_penalty_type": "kl"},
+    "no lower bound": {"epsilon": 1.5, "epsilon_high": 0.1, "kl_penalty_type": "abs"},
+    "TRL": {"beta": 0.3, "use_bias_correction_kl": True},
+    "corrected k2": {"kl_penalty_type": "mse", "use_bias_correction_kl": True},
+    "GSPO": {"beta": 0.3, "epsilon": 0.1, "importance_sampling_level": "sequence"},
+    "corrected GSPO": {"importance_sampling_level": "sequence", "use_bias_correction_kl": True}}
 
 
-def run_loss(name, loss_type, logprobs, old, ref, *others, cap=7):
-    """Loss, gradient and metrics of a row of LOSSES."""
-    loss_name, settings = LOSSES[name]
-    settings = dict(settings)
-    if "kl" in settings:
-        settings["kl_fn"] = functools.partial(kl_estimate, kl_penalty_type=settings.pop("kl"))
-    if loss_type != "grpo":  # that is the default
-        settings |= {"loss_type": loss_type, "max_completion_length": cap}
-    if settings.get("beta") == 0:
-        ref = None  # it is not needed
+def run_loss(row, logprobs, old, ref, *others):
+    ref = None if row[0] == "no KL" else ref  # which does not need it
     leaf = logprobs.clone().requires_grad_()
-    loss, metrics = getattr(grpo, loss_name)(leaf, old, ref, *others, **settings)
+    loss, metrics = grpo_loss(leaf, old, ref, *others, **VARIANTS[row[0]], loss_type=row[1],
+                              max_completion_length=7)
     return loss.detach(), torch.autograd.grad(loss, leaf)[0], metrics
 
 
-@every_loss
-def test_the_loss_is_the_slow_one(name, loss_type):
-    loss_name, settings = LOSSES[name]
-    for seed in range(3):
-        tensors = batch(seed)
-        loss, slope, metrics = run_loss(name, loss_type, *tensors)
-        assert all(map(torch.equal, tensors, batch(seed)))  # arguments are left alone
-        leaf, *others = tensors
-        right, right_metrics = slow_loss(loss_name, leaf.requires_grad_(), *others,
-                                         loss_type=loss_type, **settings)
-        near(loss, right.detach())
-        near(slope, torch.autograd.grad(right, leaf)[0])
-        assert metrics == pytest.approx(right_metrics, rel=1e-6)
-        assert {type(value) for value in metrics.values()} == {float}
-        # float32, as in a training, and a mask of numbers.
-        near(run_loss(name, loss_type, *[x.float() for x in batch(seed)])[0], loss, 1e-5)
-
-
-@every_loss
-def test_nothing_behind_the_mask_gets_out_and_parts_add_up(name, loss_type):
-    *clean, advantages, mask = batch()
-    right, right_slope, right_metrics = run_loss(name, loss_type, *batch())
+@pytest.mark.parametrize(
+    "row", list(itertools.product(VARIANTS, ["grpo", "dapo", "dr_grpo"])), ids=" ".join)
+def test_the_loss_is_the_slow_one_and_dirt_stays_where_it_is(row):
+    leaf, *others = batch()
+    right = slow_loss(row, leaf.requires_grad_(), *others)
+    right_slope = torch.autograd.grad(right, leaf)[0]
     # To mask the result would keep the loss clean, and leave NaN in the gradient.
-    for dirt in (math.nan, math.inf, -math.inf):
-        dirty = [torch.where(mask, x, dirt) for x in clean]
-        dirty.append(torch.where(mask.any(dim=1), advantages, dirt))
-        loss, slope, metrics = run_loss(name, loss_type, *dirty, mask)
-        assert torch.equal(loss, right) and torch.equal(slope, right_slope)
-        assert metrics == right_metrics
-        loss, slope, metrics = run_loss(name, loss_type, *dirty, mask & False)
-        assert loss == 0 and not slope.any() and set(metrics.values()) == {0.0}
-    # Each part counts by its share: of the tokens for "dapo", of the answers otherwise.
-    total = 0.0
-    for rows in ([5, 0], [2], [1, 4, 3]):
-        loss, slope, _ = run_loss(name, loss_type, *[x[rows] for x in batch()])
-        share = mask[rows].double().sum() / mask.sum() if loss_type == "dapo" else len(rows) / 6
-        total += share * loss
-        near(share * slope, right_slope[rows])
-    near(total, right)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_wild_token_harms_no_other_answer(name):
-    tensors = [x.float() for x in batch()]
-    calm_slope = run_loss(name, "dapo", *tensors)[1]
-    tensors[1][0, 1] -= 1000  # pi_old: the ratio is e^1000
-    tensors[2][0, 2] += 3e38  # pi_ref
-    tensors[3][0] = -1e16  # the advantage
-    loss, slope, metrics = run_loss(name, "dapo", *tensors)
+    for dirt in (1.0, math.nan, math.inf):
+        dirty = [x.masked_fill(~MASK, dirt) for x in batch()[:3]]
+        dirty.append(others[2].masked_fill(~MASK.any(dim=1), dirt))
+        loss, slope, metrics = run_loss(row, *dirty, MASK.float())
+        near(loss, right.detach())
+        near(slope, right_slope)
+        assert t64(list(metrics.values())).isfinite().all()
+    tensors = batch()
+    tensors[1][0, 1] -= 1000  # a wild token: e^1000 likelier than under pi_old
+    before = str(tensors)
+    loss, slope, metrics = run_loss(row, *tensors)
+    assert str(tensors) == before  # arguments are left alone
     assert t64([loss, *metrics.values()]).isfinite().all() and slope.isfinite().all()
-    assert torch.equal(slope[1:], calm_slope[1:])
+    near(slope[1:], right_slope[1:])  # no other answer is harmed
 
 
-SHAPES = {  # instead of (2, 5), or (2,) for the advantages; some would broadcast, silently
-    "logprobs": [(5,), (2, 5, 1)], "old_logprobs": [(2, 4), (1, 5)], "mask": [(4, 5), (5,)],
-    "ref_logprobs": [(3, 5), (2, 1)], "advantages": [(5,), (2, 1), (2, 5)],
-}
+@pytest.mark.parametrize("i, shape", list(enumerate([[5], [1, 5], [6, 1], [6, 1], [5]])))
+def test_wrong_shapes_are_refused(i, shape):
+    tensors = list(batch())
+    tensors[i] = torch.zeros(shape)
+    with pytest.raises(ValueError, match="advantages"):
+        grpo_loss(*tensors)
 
 
-@pytest.mark.parametrize("argument", SHAPES)
-@pytest.mark.parametrize("loss_name", LOSS_NAMES)
-def test_wrong_shapes_are_refused(argument, loss_name):
-    for shape in SHAPES[argument]:
-        tensors = {name: torch.zeros(2, 5) for name in SHAPES}
-        tensors["advantages"] = torch.zeros(2)
-        tensors[argument] = torch.zeros(shape)
-        with pytest.raises(ValueError, match=rf"\b{argument} are {re.escape(str(shape))}"):
-            getattr(grpo, loss_name)(**tensors)
+@pytest.mark.parametrize("said, call", {  # what is said: a call
+    "2 or more": lambda: advantages("1"), "nan": lambda: advantages("1 nan"),
+    "inf": lambda: advantages("1 inf"), "'std'.*rloo": lambda: advantages("1 2", "std"),
+    "'mean'.*dapo": lambda: average(ROWS, MASK, "mean"),
+    "max_completion_length": lambda: average(ROWS, MASK, "dr_grpo"),
+    "'k3'.*low_var_kl": lambda: grpo_loss(*batch(), kl_penalty_type="k3"),
+    "'answer'.*sequence": lambda: grpo_loss(*batch(), importance_sampling_level="answer"),
+    "ref_logprobs are needed": lambda: grpo_loss(ROWS, ROWS, None, ROWS[:, 0], MASK)}.items())
+def test_what_makes_no_sense_is_refused(said, call):
+    with pytest.raises(ValueError, match=said):
+        call()
 
 
-# --- The apples that grpo.py and the README print ---
-APPLES = [  # pi_theta, pi_old, pi_ref, advantages and mask
-    t64([[0.3, 0.2], [0.1, 1], [0.3, 1], [0.1, 0.2]]).log(), t64([[0.2, 0.2]] * 4).log(),
-    t64([[0.2, 0.2]] * 4).log(), t64([1, 1, -1, -1]), t64([[1, 1], [1, 0], [1, 0], [1, 1]])]
+# --- The apples that grpo.py prints ---
 PRINTED = """
 rewards       tensor([1.5000, 1.5000, 0.5000, 0.5000])
 advantages    tensor([ 1.,  1., -1., -1.])
@@ -474,85 +334,68 @@ its gradient  tensor([ 0.0017, -0.1250, -0.1350,  0.3783, -0.0050,  0.1250])
 """
 
 
-def test_the_apples_that_grpo_py_and_the_readme_print(capsys):
-    runpy.run_path(grpo.__file__, run_name="__main__")
+def test_the_apples(capsys):
+    apples = runpy.run_path(grpo.__file__, run_name="__main__")
     torch.set_printoptions(profile="default")
-    exec(readme_block("rule_reward(answer"), {})
-    assert capsys.readouterr().out == PRINTED.lstrip() + "0.2057\n"
-    by_loss_type = [run_loss("the papers", name, *APPLES, cap=4)[0] for name in LOSS_TYPES]
-    near(by_loss_type, [0.205685, 0.105053, 0.039395], 1e-6)
+    assert capsys.readouterr().out == PRINTED.lstrip()
+    given = [apples[name] for name in "logprobs old_logprobs old_logprobs advantages mask".split()]
+    for loss_type, corrected, loss in [
+            ("dapo", False, 0.1051), ("dr_grpo", False, 0.0394), ("dapo", True, 0.1035)]:
+        _, metrics = grpo_loss(*given, loss_type=loss_type, max_completion_length=4,
+                               use_bias_correction_kl=corrected)
+        right = {"loss": loss, "kl": 0.7580 / 6, "clip_fraction": 2 / 6, "ratio_max": 1.5}
+        assert metrics == pytest.approx(right, abs=5e-5)
 
 
 # --- In expectation: exact sums over a vocabulary of five, without sampling ---
 # The policies are far apart: close together the two directions of the KL are nearly the same.
-POLICY = t64([0.55, 0.25, 0.12, 0.06, 0.02])
-REFERENCE = t64([0.03, 0.07, 0.15, 0.30, 0.45])
+POLICY, OLD, REFERENCE = numbers(
+    "0.55 0.25 0.1 0.05 0.05  0.1 0.2 0.4 0.2 0.1  0.03 0.07 0.15 0.3 0.45").view(3, 5)
 
 
 def exact_kl(p, q):
     return (p * (p / q).log()).sum()
 
 
-def test_k3_is_unbiased():
-    near((POLICY * k3_kl(POLICY.log(), REFERENCE.log())).sum(), exact_kl(POLICY, REFERENCE))
+@cases("drawn_from, settings, kl", {  # pi_old; what is descended, beside minus the mean reward
+    "k1": (POLICY, {"kl_penalty_type": "kl"}, lambda p: 0),
+    "k2": (POLICY, {"kl_penalty_type": "mse"}, lambda p: exact_kl(p, REFERENCE)),
+    "k3": (POLICY, {}, lambda p: exact_kl(REFERENCE, p)),
+    "k3 x ratio": (OLD, {"use_bias_correction_kl": True}, lambda p: exact_kl(p, REFERENCE))})
+def test_what_the_loss_descends_in_the_mean(drawn_from, settings, kl):
+    """20 answers of one word, each as often as it is drawn from pi_old. Nothing is clipped."""
+    rewards = numbers("0 2 1 5 3")  # of the five words
+    words = torch.arange(5).repeat_interleave((20 * drawn_from).round().long())
+
+    def loss(logits):
+        logprobs = logits.log_softmax(0)
+        # pi_old and pi_ref are constants, even if the same graph made them.
+        policies = [POLICY, drawn_from, REFERENCE]
+        tensors = [(logprobs + (other / POLICY).log())[words].unsqueeze(1) for other in policies]
+        advantages = (rewards - 7)[words]  # a baseline makes no difference
+        return grpo_loss(*tensors, advantages, tensors[0] < 0, beta=1, epsilon=99, **settings)[0]
+
+    right = gradient(lambda x: kl(x.softmax(0)) - x.softmax(0) @ rewards, POLICY.log())
+    near(gradient(loss, POLICY.log()), right)
+    near(POLICY @ k3_kl(POLICY.log(), REFERENCE.log()), exact_kl(POLICY, REFERENCE))  # unbiased
 
 
-DIRECTIONS = {
-    "nothing": lambda x: 0 * x.sum(),
-    "KL(policy || ref)": lambda x: exact_kl(x.softmax(0), REFERENCE),
-    "KL(ref || policy)": lambda x: exact_kl(REFERENCE, x.softmax(0)),
-}
-
-
-@pytest.mark.parametrize("name, direction", {  # loss and estimator: what it descends
-    "grpo_loss kl": "nothing", "corrected_kl_loss kl": "KL(policy || ref)",
-    "grpo_loss mse": "KL(policy || ref)", "grpo_loss low_var_kl": "KL(ref || policy)",
-    "corrected_kl_loss low_var_kl": "KL(policy || ref)",
-}.items())
-def test_what_a_kl_penalty_descends(name, direction):
-    """On-policy, advantages 0, and one answer of one token for each word of the vocabulary."""
-    loss_name, estimator = name.split()
-    logits = POLICY.log()
-    gap = (REFERENCE / POLICY).log().unsqueeze(1)
-
-    def loss(logprobs):  # pi_old and pi_ref are constants, even if the same graph made them
-        return getattr(grpo, loss_name)(
-            logprobs, logprobs, logprobs + gap, torch.zeros(5), torch.ones(5, 1), beta=1,
-            kl_fn=lambda policy, ref: kl_estimate(policy, ref, estimator))[0]
-
-    of_each_token = 5 * gradient(loss, logits.unsqueeze(1)).squeeze(1)  # the loss is a mean of five
-    mean = gradient(lambda x: (POLICY * of_each_token * x.log_softmax(0)).sum(), logits)
-    near(mean, gradient(DIRECTIONS[direction], logits))
-
-
-# --- Parity with TRL 1.16: some of its figures, and where it is installed its own code ---
-@pytest.mark.parametrize("row, figures", {  # the loss; sum and length of its gradient
-    ("the papers", "grpo"): "-0.1301117861212 -0.1458677566844 0.1037278751082",
-    ("the papers", "dr_grpo"): "-0.1283911960226 -0.118062121841 0.05977848483069",
-    ("GSPO", "grpo"): "-0.03918783117086 -0.301053356673 0.1352687100367",
-    ("corrected KL", "dapo"): "-0.2199715977601 -0.2524655203721 0.1764500272339",
-}.items())
-def test_loss_and_gradient_are_those_that_trl_gave(row, figures):
-    loss, slope, _ = run_loss(*row, *batch())
-    near([loss, slope.sum(), slope.norm()], numbers(figures))
-
-
-def trl_loss(trl, name, loss_type, logprobs, old, ref, advantages, mask):
-    """TRL's GRPOTrainer._compute_loss, on a trainer that has just what that method looks at."""
-    loss_name, settings = LOSSES[name]
-    epsilon = settings.get("epsilon", 0.2)
-    trainer = SimpleNamespace(
-        beta=settings.get("beta", 0.04), loss_type=loss_type, epsilon_low=epsilon,
-        epsilon_high=epsilon, max_completion_length=7, model=SimpleNamespace(training=True),
-        importance_sampling_level="sequence" if loss_name == "gspo_loss" else "token",
-        args=SimpleNamespace(use_bias_correction_kl=loss_name == "corrected_kl_loss", delta=None,
-                             steps_per_generation=1),
-        accelerator=SimpleNamespace(num_processes=1, sync_gradients=True, gather=lambda x: x,
-                                    reduce=lambda x, reduction: x),
-        current_gradient_accumulation_steps=1, off_policy_mask_threshold=None, entropy_coef=0.0,
-        use_adaptive_entropy=False, top_entropy_quantile=1.0, _entropy_bonus_enabled=False,
-        aux_loss_enabled=False, use_vllm=False, _metrics=defaultdict(lambda: defaultdict(list)),
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, 0 * old, None))
+# --- Parity with TRL 1.16: its figures, and where it is installed its own code ---
+def trl_loss(row, logprobs, old, ref, advantages, mask):
+    """GRPOTrainer._compute_loss, on a trainer that has just what that method looks at."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed: its figures had to do")
+    if not trl.__version__.startswith("1.16."):
+        pytest.skip(f"the parity is with TRL 1.16, and this is {trl.__version__}")
+    config = grpo.GRPOConfig(**VARIANTS[row[0]], loss_type=row[1], max_completion_length=7)
+    config.delta = None
+    trainer = MagicMock(  # the settings have TRL's names
+        **vars(config), args=config, epsilon_low=config.epsilon, off_policy_mask_threshold=None,
+        top_entropy_quantile=1.0, aux_loss_enabled=False, use_vllm=False,
+        _entropy_bonus_enabled=False)
+    trainer.epsilon_high = config.epsilon_high or config.epsilon
+    trainer.model.training = False
+    trainer.accelerator = MagicMock(num_processes=1, gather=torch.clone)
+    trainer._get_per_token_logps_and_entropies.return_value = (logprobs, 0 * old, None)
     ids = mask.long()
     return trl.GRPOTrainer._compute_loss(trainer, None, dict(
         prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=ids,
@@ -560,1273 +403,846 @@ def trl_loss(trl, name, loss_type, logprobs, old, ref, advantages, mask):
         num_items_in_batch=mask.sum()))
 
 
-@pytest.mark.parametrize("name", ["no KL", "the papers", "GSPO", "corrected KL"])
-@every_type
-def test_loss_and_gradient_are_trls(name, loss_type):
-    trl = pytest.importorskip("trl", reason="TRL is not installed: the figures above had to do")
-    if not trl.__version__.startswith("1.16."):
-        pytest.skip(f"the parity is with TRL 1.16, and this is {trl.__version__}")
-    for seed in range(3):
-        loss, slope, _ = run_loss(name, loss_type, *batch(seed))
-        logprobs, *others = batch(seed)
-        near(loss, trl_loss(trl, name, loss_type, logprobs, *others))
-        near(slope, gradient(lambda x: trl_loss(trl, name, loss_type, x, *others), logprobs))
+@pytest.mark.parametrize("row, figures", {  # the loss; sum and length of its gradient
+    ("the papers", "grpo"): "0.2256250593892 0.115624951016 0.1918599797598",
+    ("clip-higher", "dr_grpo"): "0.1038527163405 0.07242620397321 0.07435582204311",
+    ("TRL", "dapo"): "0.3110928775499 0.1974924852299 0.2083251191769",
+    ("GSPO", "grpo"): "0.2235127094673 -0.122518523693 0.1737799087193"}.items())
+def test_loss_and_gradient_are_trls(row, figures):
+    logprobs, *others = batch()
+    loss, slope, _ = run_loss(row, logprobs, *others)
+    near([loss, slope.sum(), slope.norm()], numbers(figures))
+    theirs = trl_loss(row, logprobs.requires_grad_(), *others)
+    near(loss, theirs.detach())
+    near(slope, torch.autograd.grad(theirs, logprobs)[0])
+
+
+# --- Pasted under its imports, this much of grpo.py works in another project ---
+@pytest.mark.parametrize("imports, names, arguments", [  # the last of the functions is called
+    ("re", "extract_boxed read_number rule_reward", [r"\boxed{63}", "63.0"]),
+    ("torch", "group_advantages", [ROWS]),
+    ("torch", "masked_mean average clipped_surrogate k3_kl kl_estimate grpo_loss", batch()),
+    ("torch.nn.functional as F", "read log_probability token_logprobs",
+     [lambda **_: SimpleNamespace(logits=torch.zeros(6, 3, 4)), MASK.long(), MASK.long(), 2])])
+def test_pasted_into_another_project(imports, names, arguments):
+    project = {}
+    exec(f"import {imports}", project)
+    for name in names.split():
+        exec(inspect.getsource(getattr(grpo, name)), project)
+    assert str(project[name](*arguments)) == str(getattr(grpo, name)(*arguments))
 
 
 # --- One tiny world: a tokenizer, a model of any family, a handful of questions, a way to train ---
-# transformers 5.0 knows only this older name for switching checkpointing on.
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 NAN = math.nan
-INF = math.inf
-IDS = torch.tensor([[6, 7, 8, 9]])
 PAD, END, EOS = 0, 1, 2  # as in Qwen there are two end tokens, and the config knows only one
 VOCABULARY = 48  # more than the tokenizer's words, as in Qwen
 
 
 def tiny_tokenizer(padding="<pad>"):
-    """Letters and digits, with blanks between them."""
     special = "<pad> <end> <eos> <unk> user assistant".split()
     ids = {word: i for i, word in enumerate([*special, *string.ascii_lowercase, *string.digits])}
     core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
+    template = ("{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"
+                "{% if add_generation_prompt %}assistant {% endif %}")
+    return PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token=padding, eos_token="<eos>", unk_token="<unk>",
-        additional_special_tokens=["<end>", "<pad>"])
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"
-        "{% if add_generation_prompt %}assistant {% endif %}")
-    return tokenizer
+        additional_special_tokens=["<end>", "<pad>"], chat_template=template)
 
 
 TOKENIZER = tiny_tokenizer()
-
-PLAIN = {  # settings of a family that has none of its own
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "max_position_embeddings": 64, "tie_word_embeddings": False, "initializer_range": 0.4,
-    "eos_token_id": EOS, "bos_token_id": None, "pad_token_id": PAD,
-}
+PLAIN = dict(  # settings of a family that has none of its own
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, eos_token_id=EOS,
+    bos_token_id=None, pad_token_id=PAD, tie_word_embeddings=False, initializer_range=0.4)
 
 
-def tiny_model(family="qwen2", seed=0, **settings):
+def tiny_model(family="qwen2", **settings):
     """Random, with large weights: with the usual small ones all tokens are about equally likely."""
     plain = {} if family == "gemma3" else PLAIN  # it has them in a config within its config
     config = AutoConfig.for_model(family, **plain | settings)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = [END, EOS]
     return model.eval()
 
 
 QUESTIONS = [{"prompt": text} for text in ("a", "b c", "c d e", "d", "e f", "f g a", "g")]
-
-
-def noisy_reward(prompts, completions, **columns):
-    """Draws from each generator that a reward may draw from, so a resumed run must restore all."""
-    return [text.count("a") + random.gauss(0, 1) + np.random.randn() + torch.rand(()).item()
-            for text in completions]
-
-
+PROMPTS = ["a b c d e f g", "h", "i j k"]
 TINY = dict(steps=6, num_generations=4, prompts_per_step=2, max_completion_length=5,
             learning_rate=0.01, warmup_steps=2, seed=3, beta=0.1)
 
 
-def steps_of(model=None, reward=noisy_reward, data=QUESTIONS, folder=None, resume=False,
-             loss_fn=grpo_loss, **settings):
-    """The steps of a tiny training: the metrics and the learner after each."""
-    config = GRPOConfig(**TINY | settings)
-    return training_steps(model or tiny_model(), TOKENIZER, data, reward, config, folder, resume,
-                          loss_fn)
+def noisy_reward(prompts, completions, **columns):
+    """Draws from two of the generators that a reward may draw from."""
+    return [text.count("a") + random.gauss(0, 1) + torch.rand(()).item() for text in completions]
 
 
-EVERY = range(1, 9999)
-
-
-def preceded(function, by, in_calls=EVERY):
-    """`function`, but in these calls (from 1 on) `by` runs first. What it returns, if anything, is
-    the result, and `function` is not called."""
-    calls = []
-
-    @functools.wraps(function)
-    def changed(*args, **kwargs):
-        calls.append(1)
-        result = by(*args, **kwargs) if len(calls) in in_calls else None
-        return function(*args, **kwargs) if result is None else result
-
-    return changed
+def steps_of(model=None, reward=noisy_reward, data=QUESTIONS, folder=None, resume=False, **more):
+    config = GRPOConfig(**TINY | more)
+    return training_steps(model or tiny_model(), TOKENIZER, data, reward, config, folder, resume)
 
 
 def untimed(metrics):
     return {name: value for name, value in metrics.items() if "_second" not in name}
 
 
-def go(folder=None, stop=None, between=lambda metrics: None, **run):
-    """Train, with `stop` only that many steps, and call `between` after each; untimed metrics."""
-    history = []
-    with contextlib.closing(steps_of(folder=folder, **run)) as steps:
-        for metrics, _ in itertools.islice(steps, stop):
-            history.append(untimed(metrics))
-            between(metrics)
-    return history
+def go(stop=None, **run):
+    """The metrics of a tiny training, without its times; with `stop`, of that many steps."""
+    return [untimed(metrics) for metrics, _ in itertools.islice(steps_of(**run), stop)]
 
 
 def weights_of(model):
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return parameters_to_vector(model.parameters()).detach()
 
 
 # --- The sampler: token by token ---
-PROMPTS = ["a b c d e f g", "h", "i j k"]
+def sampled(model, prompts=PROMPTS, G=5, cap=8, temperature=1.0, tokenizer=TOKENIZER, seed=0):
+    torch.manual_seed(seed)
+    groups = sample_groups(
+        model, tokenizer, prompts, G, max_completion_length=cap, temperature=temperature)
+    assert [len(group) for group in groups] == [G] * len(prompts)
+    return sum(groups, [])
 
 
-def sampled(model, prompts=PROMPTS, G=5, tokenizer=TOKENIZER, **settings):
-    torch.manual_seed(0)
-    return sample_groups(model, tokenizer, prompts, G, **{"max_completion_length": 8} | settings)
+def slow_distributions(model, answer, temperature=1.0):
+    """log pi of all tokens at each place of one answer: read alone, without padding or cache."""
+    ids = torch.tensor([answer.prompt_ids + answer.ids])
+    logits = model(ids, use_cache=False).logits[0]  # place i says what comes at place i + 1
+    logits = logits[len(answer.prompt_ids) - 1 : -1]
+    return (logits.double() / temperature).log_softmax(dim=-1)
 
 
-def same_rollout(one, other, tolerance=2e-5):
-    for name in ("input_ids", "attention_mask", "completion_mask", "truncated"):
-        assert torch.equal(getattr(one, name), getattr(other, name)), name
-    assert one.texts == other.texts
-    near(one.logprobs, other.logprobs, tolerance)
+def slow_logprobs(model, answer, temperature=1.0):
+    return slow_distributions(model, answer, temperature)[range(len(answer.ids)), answer.ids]
 
 
-def slow_logprobs(model, input_ids, attention_mask, T, temperature=1.0):
-    """Row by row, without padding, cache or chunks. Returns log-probs and entropies, (N, T)."""
-    P = input_ids.shape[1] - T
-    logprobs = []
-    entropies = []
-    for ids, real in zip(input_ids, attention_mask.bool()):
-        n = int(real[P:].sum())
-        logits = model(ids[real].unsqueeze(0), use_cache=False).logits[0, -n - 1 : -1]
-        whole = (logits.double() / temperature).log_softmax(dim=-1)
-        chosen = whole.gather(1, ids[P : P + n].unsqueeze(1)).squeeze(1)
-        logprobs.append(pad(chosen, (0, T - n)))
-        entropies.append(pad(-(whole.exp() * whole).sum(dim=-1), (0, T - n)))
-    return torch.stack(logprobs), torch.stack(entropies)
-
-
-def check_rollout(rollout, prompts, G, cap, tokenizer=TOKENIZER):
-    """What holds of any rollout, read off the ids. Returns the lengths of the answers."""
-    T = rollout.completion_mask.shape[1]
-    P = rollout.input_ids.shape[1] - T
-    assert len(rollout.input_ids) == len(rollout.texts) == len(prompts) * G
-    lengths = []
-    for row, ids in enumerate(rollout.input_ids.tolist()):
-        prompt = tokenizer(prompts[row // G])["input_ids"]
-        left = P - len(prompt)
-        answer = ids[P:]
-        n = 1
-        while n < T and answer[n - 1] not in (END, EOS):
-            n += 1  # the first end token is in, and nothing after it
-        real = [1] * n + [0] * (T - n)
-        assert ids[left:P] == prompt
-        assert len(set(ids[:left] + answer[n:])) <= 1  # all padding is the same
-        assert rollout.completion_mask[row].tolist() == real
-        assert rollout.attention_mask[row].tolist() == [0] * left + [1] * len(prompt) + real
-        assert rollout.truncated[row] == (answer[n - 1] not in (END, EOS))
-        assert n == cap or not rollout.truncated[row]
-        assert (rollout.logprobs[row, :n] < 0).all() and (rollout.logprobs[row, n:] == 0).all()
-        assert rollout.texts[row] == tokenizer.decode(answer[:n], skip_special_tokens=True)
-        lengths.append(n)
-    return lengths
-
-
-# Padding of its own, an end token, the other one, a word, none; and learned positions.
+# Padding of its own, none, or one of the end tokens. GPT-2 has learned positions.
 @pytest.mark.parametrize("family, padding, temperature", [
-    ("qwen2", "<pad>", 1.0), ("qwen2", "<eos>", 0.7), ("qwen2", "<end>", 1.0), ("qwen2", "a", 0.7),
-    ("qwen2", None, 1.0), ("gpt2", "<eos>", 1.3)])
-def test_sampler_scorer_and_the_slow_way_agree(family, padding, temperature):
-    """Wrong masks, positions and temperatures show here, and settings that nobody asked for."""
+    ("qwen2", "<pad>", 1.0), ("qwen2", None, 0.7), ("qwen2", "<end>", 1.3), ("gpt2", "<eos>", 1.0)])
+def test_answers_and_their_logprobs(family, padding, temperature):
+    """Wrong masks, positions and temperatures show here, and a cache in the wrong rows."""
     model = tiny_model(family, initializer_range=0.25)
-    # What a checkpoint brings along, and `generate` obeys. Qwen2.5 says 20, 0.8 and 1.1.
-    vars(model.generation_config).update(top_k=1, top_p=0.1, repetition_penalty=2.0)
     tokenizer = tiny_tokenizer(padding)
-    rollout = sampled(model, G=60, tokenizer=tokenizer, temperature=temperature)
-    lengths = check_rollout(rollout, PROMPTS, 60, 8, tokenizer)
-    ids = rollout.input_ids
-    assert min(lengths) < 4 and rollout.truncated.any()  # else little has been shown
-    assert {END, EOS} <= set(ids[:, -8:][rollout.completion_mask].tolist())
-    # An end token at the cap is an end.
-    assert (rollout.completion_mask[:, -1] & ~rollout.truncated).any()
-    slow = slow_logprobs(model, ids, rollout.attention_mask, 8, temperature)[0]
-    near(rollout.logprobs, slow, 2e-5)
-    near(token_logprobs(model, ids, rollout.attention_mask, 8, temperature), slow, 2e-5)
+    answers = sampled(model, G=60, tokenizer=tokenizer, temperature=temperature)
+    for i, answer in enumerate(answers):
+        *others, last = answer.ids
+        assert answer.prompt_ids == tokenizer(PROMPTS[i // 60])["input_ids"]
+        assert END not in others and EOS not in others
+        assert answer.truncated == (last not in (END, EOS))
+        assert len(answer.ids) == 8 or not answer.truncated
+        assert answer.text == tokenizer.decode(answer.ids, skip_special_tokens=True)
+        near(answer.sampler_logprobs, slow_logprobs(model, answer, temperature), 2e-5)
+    # Both end tokens were drawn, one of them as the last that was allowed, and some answers cut.
+    assert {END, EOS} < {answer.ids[-1] for answer in answers}
+    assert {True, False} == {answer.truncated for answer in answers if len(answer.ids) == 8}
+    for answer in sampled(model, tokenizer=tokenizer, temperature=0):  # always the likeliest
+        whole = slow_distributions(model, answer)
+        assert answer.ids == whole.argmax(dim=1).tolist()
+        near(answer.sampler_logprobs, whole.amax(dim=1), 2e-5)
 
 
-@pytest.mark.parametrize("generation, config, token, found", [
-    ([7, END], 9, "<eos>", [END, EOS, 7, 9]), (None, None, "<eos>", [EOS]), (None, 0, None, [0])])
-def test_end_tokens_are_collected_from_three_places(generation, config, token, found):
-    model = tiny_model()
-    model.generation_config.eos_token_id = generation
-    model.config.eos_token_id = config
-    tokenizer = tiny_tokenizer()
-    tokenizer.eos_token = token
-    assert end_token_ids(model, tokenizer) == found
-    model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="eos_token_id"):
-        sampled(model, tokenizer=tokenizer)
+def test_tokens_are_drawn_from_the_softmax_and_from_nothing_else():
+    """All end tokens are known, from two configs and the tokenizer."""
+    model = tiny_model(initializer_range=0.2, eos_token_id=PAD)
+    # What a checkpoint brings along, and `generate` obeys. Qwen2.5 says 20, 0.8 and 1.1.
+    vars(model.generation_config).update(eos_token_id=END, top_k=5, top_p=.8, repetition_penalty=2)
+    answers = sampled(model, ["a"], 20_000, cap=1, temperature=0.7)
+    counts = torch.tensor([answer.ids[0] for answer in answers]).bincount(minlength=VOCABULARY)
+    wanted = 20_000 * slow_distributions(model, answers[0], 0.7)[0].exp()
+    assert ((counts - wanted).abs() < 4 * wanted.sqrt() + 1).all()
+    assert {PAD, END, EOS} == {answer.ids[0] for answer in answers if not answer.truncated}
 
 
-# Of probabilities 0, 1/2, 0, 1/4, 1/4, 0. What falls on a border belongs to the later stretch, and
-# 1, to which a number may be rounded, to the last stretch that is not empty.
-DRAWN = {0.0: 1, 0.49: 1, 0.5: 3, 0.76: 4, 1 - 2**-53: 4, 1.0: 4}
+def test_a_point_on_a_border_belongs_to_the_later_token(monkeypatch):
+    """Probabilities 0, 1/4, 0, 1/4, 1/2, 0: a token of probability 0 is never drawn."""
+    drawn = {0.0: 1, 0.24: 1, 0.25: 3, 0.5: 4, 1 - 2**-53: 4}
+    points = t64([[point] for point in drawn])
+    monkeypatch.setattr(torch, "rand_like", lambda _: points)
+    logits = torch.tensor([0, 1, 0, 1, 2, 0]).log().expand(len(drawn), -1)
+    assert draw_tokens(logits, 1.0).tolist() == list(drawn.values())
+    assert draw_tokens(logits * NAN, 1.0).max() < 6  # still a token
+    # One likely token and 149,999 rare ones, whose borders would be a few numbers in float32.
+    points = t64([[1 - 1e-8 * k] for k in range(5)])
+    assert len(draw_tokens(23 * torch.eye(1, 150_000).expand(5, -1), 1.0).unique()) == 5
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # Apple's GPUs have no float64
-def test_a_uniform_number_chooses_a_token(dtype):
-    logits = torch.tensor([0, 0.5, 0, 0.25, 0.25, 0]).log()
-    uniforms = torch.tensor(list(DRAWN), dtype=dtype)
-    tokens, logprobs = choose_tokens(logits.expand(len(DRAWN), -1), 1.0, uniforms)
-    assert tokens.tolist() == list(DRAWN.values())
-    near(logprobs, logits[tokens], 1e-6)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_uniform_numbers_on_a_grid_draw_the_softmax(dtype, temperature):
-    logits = torch.randn(30, generator=torch.Generator().manual_seed(0)).to(dtype) * 2
-    uniforms = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
-    tokens, logprobs = choose_tokens(logits.expand(20_000, 30), temperature, uniforms)
-    exact = (logits.double() / temperature).log_softmax(dim=0)
-    counts = torch.bincount(tokens, minlength=30)
-    assert (counts - 20_000 * exact.exp()).abs().max() <= 1.01
-    near(logprobs, exact[tokens], 2e-6)  # so bfloat16 was widened before the softmax
-
-
-def test_rare_tokens_of_a_large_vocabulary_are_told_apart():
-    """Summed in float32, let alone bfloat16, they would vanish beside the likely one."""
-    logits = pad(torch.tensor([23.0]), (0, 149_999)).bfloat16()  # 1.5e-5 for all others together
-    uniforms = 1 - torch.linspace(1e-9, 1.5e-5, 60, dtype=torch.float64)
-    tokens, _ = choose_tokens(logits.expand(60, -1), 1.0, uniforms)
-    assert len(tokens.unique()) > 58 and tokens.max() > 149_900
-
-
-@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-def test_temperature_zero_takes_the_likeliest(family):
-    model = tiny_model(family)
-    rollout = sampled(model, temperature=0)
-    cold = sampled(model, temperature=1e-6)  # so cold that the likeliest is certain
-    assert torch.equal(rollout.input_ids, cold.input_ids)
-    near(rollout.logprobs, slow_logprobs(model, cold.input_ids, cold.attention_mask, 8)[0], 2e-5)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-def test_rows_that_have_ended_leave_and_nothing_changes(family):
-    model = tiny_model(family, initializer_range=0.2)  # answers of many lengths
-    plain = sampled(model, drop_every=1000)
-    rows = []
-    model.get_output_embeddings().register_forward_hook(lambda _, __, out: rows.append(len(out)))
-    same_rollout(sampled(model, drop_every=1), plain)
-    lengths = plain.completion_mask.sum(dim=1)
-    live = [int((lengths > t).sum()) for t in range(1, lengths.max())]
-    assert rows == [3] + live and live[-1] < 15  # each prompt is read once, not once an answer
-
-
-def test_chats_go_through_the_template():
-    first = [{"role": "user", "content": "a b"}]
+def test_the_seed_decides_and_chats_go_through_the_template():
+    first = [{"role": "user", "content": "a"}]
     talk = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}, *first]
-    written = ["user a b <end> assistant",
-               "user c <end> assistant d <end> user a b <end> assistant"]
-    rollout = sampled(tiny_model(), prompts=[first, talk])
-    check_rollout(rollout, written, 5, 8)
-    same_rollout(rollout, sampled(tiny_model(), prompts=written), tolerance=0)
+    written = ["user a <end> assistant", "user c <end> assistant d <end> user a <end> assistant"]
+    said = []
+    for prompts, seed in (([first, talk], 0), (written, 0), (written, 1)):
+        answers = sampled(tiny_model(), prompts, seed=seed)
+        said.append([answer.prompt_ids + answer.ids for answer in answers])
+    assert said[0] == said[1] != said[2]
 
 
 # --- The scorer: values and gradients of every family, against the slow way ---
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-WINDOW = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
-GEMMA = {"query_pre_attn_scalar": 8, **WINDOW}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-          "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-          "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+WINDOW = dict(sliding_window=3, layer_types=["sliding_attention", "full_attention"])
+GEMMA = dict(query_pre_attn_scalar=8, **WINDOW)
+LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+              linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"])
+VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 FAMILIES = {  # what each has beside the settings that all have
-    "qwen2": {}, "qwen3": {}, "llama": {}, "phi3": {},
-    "gpt2": {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},  # learned positions
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 3},
-    "bloom": {}, "mpt": {},  # no positions, but a bias for distance
-    "mistral": {"sliding_window": 3},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW}, "qwen3_moe": EXPERTS,
-    "gemma2": {"final_logit_softcapping": 2.0, **GEMMA},  # capped logits
-    "gemma3_text": GEMMA,
-    "gemma3": {"text_config": PLAIN | GEMMA, "vision_config": VISION, "mm_tokens_per_image": 4},
+    "qwen2": {}, "qwen3": {}, "llama": {}, "phi3": {}, "mistral": {"sliding_window": 3},
+    "gpt2": {}, "bloom": {}, "mpt": {},  # learned positions, or a bias for distance
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], num_layers=2, window_size=3),
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, **WINDOW), "qwen3_moe": EXPERTS,
+    "gemma2": dict(final_logit_softcapping=2.0, **GEMMA), "gemma3_text": GEMMA,  # capped logits
+    "gemma3": dict(text_config=PLAIN | GEMMA, vision_config=VISION, mm_tokens_per_image=4),
     "granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.06},  # scaled logits
     "lfm2": {"layer_types": ["conv", "full_attention"]},  # from here on, layers with a state
-    "qwen3_5_text": LINEAR,
-    "qwen3_next": {"shared_expert_intermediate_size": 16, **EXPERTS, **LINEAR},
-    "jamba": {"num_experts": 2, "num_experts_per_tok": 1, "use_mamba_kernels": False,
-              "mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2,
-              "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
-}
-every_family = pytest.mark.parametrize("name", FAMILIES)
+    "qwen3_next": dict(shared_expert_intermediate_size=16, **EXPERTS, **LINEAR),
+    "jamba": dict(num_experts=2, num_experts_per_tok=1, use_mamba_kernels=False,
+                  attn_layer_period=2, attn_layer_offset=1), "qwen3_5_text": LINEAR}
 
 
-def family_model(name):
-    if name not in CONFIG_MAPPING:
-        pytest.skip(f"this version of transformers does not know {name}")
-    return tiny_model(name, **FAMILIES[name])
-
-
-def ragged():
-    """Ids and mask of four answers, of up to 9 tokens, to each of five prompts of 1 to 7 tokens."""
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_scored_as_the_slow_way_does(family):
+    """And are sampled and trained: the first loss is 0, its gradient not, and all ratios are 1."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers does not know {family}")
+    model = tiny_model(family, **FAMILIES[family])
+    # Prompts and answers of many lengths, in no order; most share their prompt with others.
     prompts = ["a b c", "d e f g h i j", "k l m n o p q", "r", "s t u v w"]
-    model = tiny_model(initializer_range=0.2)
-    rollout = sampled(model, prompts=prompts, G=4, max_completion_length=9)
-    return rollout.input_ids, rollout.attention_mask
-
-
-def gradient_of(value, model):
-    return parameters_to_vector(torch.autograd.grad(
-        value, list(model.parameters()), allow_unused=True, materialize_grads=True))
-
-
-@every_family
-def test_families_are_scored_as_the_slow_way_does(name):
-    """Rows in any order, most with a prompt that others share, and with more padding or less."""
-    model = family_model(name)
-    rows = [18, 3, 0, 9, 16, 1, 2, 12, 7]  # 12, 9 and 7 are alone with their prompts
-    ids, mask = [x[rows] for x in ragged()]
-    pull = torch.randn(2, len(rows), 9, generator=torch.Generator().manual_seed(0))
-    slow = torch.stack(slow_logprobs(model, ids, mask, 9, 0.7))
-    slow_gradient = gradient_of((slow * pull).sum(), model)
+    answers = sampled(tiny_model(initializer_range=0.2), prompts, 4)
+    answers = [answers[i] for i in (18, 3, 0, 9, 16, 1, 2, 12, 7)]
+    before, prompt_mask = pad_rows([answer.prompt_ids for answer in answers], "left", "cpu")
+    after, mask = pad_rows([answer.ids for answer in answers], "right", "cpu")
+    ids, both = torch.cat([before, after], dim=1), torch.cat([prompt_mask, mask], dim=1)
+    def gradient_of(logprobs):
+        value = (logprobs * torch.linspace(-1, 2, len(logprobs))).sum()  # each has its own weight
+        parts = torch.autograd.grad(value, list(model.parameters()), materialize_grads=True)
+        return parameters_to_vector(parts)
+    slow = torch.cat([slow_logprobs(model, answer, 0.7) for answer in answers])
+    slow_gradient = gradient_of(slow)
     scale = slow_gradient.abs().max()
-    for checkpointing, left, right in ((False, 0, 0), (False, 5, 3), (True, 2, 0)):
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-            model.train()
-        scores = torch.stack(token_logprobs(
-            model, pad(ids, (left, right), value=17), pad(mask, (left, right)), 9 + right, 0.7,
-            return_entropy=True))
-        assert scores.dtype == torch.float32 and (scores[:, :, 9:] == 0).all()
-        near(scores[:, :, :9], slow, 1e-5)
-        found = gradient_of((scores[:, :, :9] * pull).sum(), model)
-        near(found / scale, slow_gradient / scale, 1e-5)
-
-
-@every_family
-def test_families_are_sampled_and_trained(name):
-    """And the first loss is 0, its gradient not: all ratios are 1."""
-    model = family_model(name)
-    before = weights_of(model)
+    plain = token_logprobs(model, ids, both, 8, 0.7)
+    for found, real in (score(model, answers, 0.7), (plain, mask)):
+        logprobs = found[real.bool()]
+        near(logprobs, slow, 3e-5)
+        near(gradient_of(logprobs) / scale, slow_gradient / scale, 3e-5)
     metrics = go(model=model, steps=1, warmup_steps=0)[0]
     for figure in ("loss", "kl", "clip_fraction", "skipped_updates", "sampler_gap"):
         assert metrics[figure] == pytest.approx(0, abs=1e-5)
     assert metrics["ratio_max"] == 1 and metrics["grad_norm"] > 0.01
-    assert (weights_of(model) - before).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("never", [[], [46, 47]])  # tokens that the model rules out
-@pytest.mark.parametrize("dtype, wide, tolerance", [
-    (torch.bfloat16, torch.float32, 1e-4), (torch.float64, torch.float64, 1e-12)])
-def test_the_softmax_is_wide_and_all_numbers_are_finite(dtype, wide, tolerance, never):
+def test_the_softmax_is_in_float32_whatever_the_model_computes_in():
     """In bfloat16 the softmax of the same logits would be off by some hundredths."""
-    model = tiny_model().to(dtype)
-    never = torch.tensor(never, dtype=torch.long)
-    model.lm_head.register_forward_hook(lambda _, __, out: out.index_fill(-1, never, -INF))
-    ids = torch.randint(6, 42, (100, 6), generator=torch.Generator().manual_seed(0))
-    logprobs, entropies = token_logprobs(model, ids, ids > 0, 1, return_entropy=True)
-    assert logprobs.dtype == entropies.dtype == wide
-    exact = model(ids[:, :-1]).logits[:, -1].to(wide).log_softmax(dim=-1)
-    near(logprobs, exact.gather(1, ids[:, -1:]), tolerance)
-    near(entropies, torch.special.entr(exact.exp()).sum(dim=-1, keepdim=True), tolerance)
-    assert gradient_of((logprobs + entropies).sum(), model).isfinite().all()
+    model = tiny_model().bfloat16()
+    for answer in sampled(model, ["a b c"], cap=1):
+        near(score(model, [answer], 1.0)[0][0], slow_logprobs(model, answer), 1e-5)
 
 
-def test_scoring_holds_few_logits_and_reads_each_prompt_once():
-    model = tiny_model()
-    order = torch.randperm(20, generator=torch.Generator().manual_seed(0))
-    ids, mask = [pad(x, (7, 7))[order] for x in ragged()]  # no row uses the columns at both ends
-    token_logprobs(model, ids, mask, 16)  # tries once whether the head gives the logits
-    read = []
-    headed = []
-    embedding = model.get_input_embeddings()
-    embedding.register_forward_hook(lambda _, __, out: read.append(out[..., 0].numel()))
-    model.lm_head.register_forward_hook(lambda _, __, out: headed.append(len(out)))
-    scores = token_logprobs(model, ids, mask, 16, return_entropy=True, tokens_per_chunk=10)
-    assert sum(read) <= 5 * 7 + 20 * 9  # five prompts and twenty answers
-    answers = mask[:, 14:].sum()
-    assert max(headed) == 10 and sum(headed) == answers  # padding has no logits at all
-    torch.stack(scores).sum().backward()
-    assert max(headed) == 10 and sum(headed) == 2 * answers  # they are made once more
-
-
-# --- Pasted under two imports, this much of grpo.py works in another project ---
-LOSS_PARTS = "loss_metrics masked_mean average clipped_surrogate check_and_blank k3_kl"
-SCORER_PARTS = ("trunk_and_head position_ids can_share_prompts states_of_rows "
-                "states_with_shared_prompts")
-
-
-@pytest.mark.parametrize("names, arguments", {  # the last of them is called
-    "extract_boxed": [EGGS], "read_number": [r"\$1{,}000"],
-    "extract_boxed read_number rule_reward": [EGGS, "63.0"], "group_advantages": [BOOK],
-    "clipped_surrogate": [BOOK, BOOK, BOOK[:, 0]], "k3_kl": [BOOK, BOOK],
-    "masked_mean": [BOOK, BOOK_MASK], "masked_mean average": [BOOK, BOOK_MASK],
-    "group_advantages group_scale": [BOOK, "batch"], "overlong_penalty": [BOOK, 3, 2],
-    "k3_kl kl_estimate": [BOOK, BOOK, "low_var_kl"],
-    f"{LOSS_PARTS} grpo_loss": batch(), f"{LOSS_PARTS} gspo_loss": batch(),
-    f"{LOSS_PARTS} answer_ratio_loss": batch(), f"{LOSS_PARTS} corrected_kl_loss": batch(),
-    f"{SCORER_PARTS} token_logprobs": [tiny_model(), IDS, IDS > 0, 2],
-}.items())
-def test_pasted_into_another_project(names, arguments):
-    project = {"re": re, "torch": torch}
-    for name in names.split():
-        exec(inspect.getsource(getattr(grpo, name)), project)
-    assert str(project[name](*arguments)) == str(getattr(grpo, name)(*arguments))
+def test_each_prompt_is_read_once_and_what_has_ended_no_more():
+    model = tiny_model(initializer_range=0.2)
+    rows = []
+    model.lm_head.register_forward_hook(lambda _, __, out: rows.append(out[..., 0].numel()))
+    answers = sampled(model, cap=40)
+    lengths = [len(answer.ids) for answer in answers]
+    assert rows[:2] == [3, 15] and sum(rows[1:]) <= sum(lengths) + 2 * 15 < 300
+    rows.clear()
+    score(model, answers, 1.0)
+    assert rows == [3, 15 * (max(lengths) - 1)]
 
 
 # --- The step, against one slow step ---
-FLAT = ("a", "d", "g")  # whatever is answered to these questions earns the same
-
-
 def uneven_reward(prompts, completion_ids, **columns):
-    """Made of an answer's ids, so that it is seen if rewards and answers get mixed up."""
-    return [0.3 if prompt in FLAT else (7 * sum(ids) % 11) / 10
+    """Made of an answer's ids, to see rewards get mixed up. For a, d and g all earn the same."""
+    return [0.3 if prompt in ("a", "d", "g") else (7 * sum(ids) % 11) / 10
             for prompt, ids in zip(prompts, completion_ids)]
 
 
-UPDATE = {
-    "steps": 2, "prompts_per_step": 3, "max_completion_length": 6, "learning_rate": 3e-3,
-    "warmup_steps": 0, "lr_scheduler_type": "constant_with_warmup", "temperature": 0.8, "seed": 1,
-    "tokens_per_micro_batch": 25,
-}
-
-
-def slow_step(model, reference, optimizer, rollout, rewards, config, loss_fn):
-    """Whole mini-batches, one answer at a time. Returns what the log must say of the step."""
-    G = config.num_generations
-    ids, real, mask = rollout.input_ids, rollout.attention_mask, rollout.completion_mask
-    T = mask.shape[1]
-    drawn = rollout.logprobs[mask]
+def slow_step(model, reference, optimizer, groups, config):
+    """One answer at a time. Returns what the log must say of the step."""
+    answers = sum(groups, [])
+    prompts = [answer.example["prompt"] for answer in answers]
+    assert [answer.prompt_ids for answer in answers] == TOKENIZER(prompts)["input_ids"]
+    rewards = t64(uneven_reward(prompts, [answer.ids for answer in answers])).view(len(groups), -1)
+    advantages = group_advantages(rewards, config.scale_rewards)
+    near([answer.advantage for answer in answers], advantages.flatten())
+    answers.sort(key=lambda answer: -len(answer.ids))
+    old = [slow_logprobs(model, answer, config.temperature).detach() for answer in answers]
+    ref = [slow_logprobs(reference, answer, config.temperature).detach() for answer in answers]
+    drawn = torch.cat([answer.sampler_logprobs for answer in answers])
     log = {
-        "reward_mean": rewards.mean(), "reward_std": rewards.var(correction=0).sqrt(),
-        "zero_variance_fraction": (rewards == rewards[:, :1]).all(dim=1).float().mean(),
-        "entropy": -drawn.mean(), "completion_length": len(drawn) / len(ids),
-        "truncated_fraction": sum(rollout.truncated.tolist()) / len(ids), "skipped_updates": 0,
-        "loss": 0, "grad_norm": 0, "ratio_max": 0, "kl": 0, "clip_fraction": 0, "sampler_gap": 0,
-    }
-    # All answers count in the statistics of their group, cut ones too.
-    advantages = group_scale(rewards, config.scale_rewards).flatten()
-    if config.mask_truncated_completions:
-        mask = mask & ~rollout.truncated.unsqueeze(1)
-    names = ("epsilon", "epsilon_high", "beta", "loss_type", "max_completion_length")
-    settings = {name: getattr(config, name) for name in names}
-    settings["kl_fn"] = lambda policy, ref: kl_estimate(policy, ref, config.kl_penalty_type)
-    with torch.no_grad():  # rounded to float32 as in the training: Adam magnifies differences
-        old = slow_logprobs(model, ids, real, T, config.temperature)[0].float()
-        ref = slow_logprobs(reference, ids, real, T, config.temperature)[0].float()
-    updates = config.num_iterations * config.num_mini_batches
-    tokens = 0
+        "reward_mean": rewards.mean(), "reward_std": rewards.std(correction=0),
+        "zero_variance_fraction": (rewards == rewards[:, :1]).all(dim=1).double().mean(),
+        "entropy": -drawn.mean(), "completion_length": len(drawn) / len(answers),
+        "truncated_fraction": sum(answer.truncated for answer in answers) / len(answers),
+        "loss": 0, "grad_norm": 0, "ratio_max": 0, "kl": 0, "clip_fraction": 0, "sampler_gap": 0}
+    updates, learned = config.num_iterations * config.num_mini_batches, 0  # learned: tokens
     for _ in range(config.num_iterations):
-        order = torch.randperm(config.prompts_per_step)
-        for groups in order.tensor_split(config.num_mini_batches):
-            rows = torch.cat([torch.arange(group * G, group * G + G) for group in groups])
-            now, entropies = slow_logprobs(model, ids[rows], real[rows], T, config.temperature)
-            loss, _ = loss_fn(now, old[rows], ref[rows], advantages[rows], mask[rows], **settings)
-            bonus = average(entropies, mask[rows], config.loss_type, config.max_completion_length)
-            loss = loss - config.entropy_bonus * bonus
+        for places in torch.randperm(len(answers)).tensor_split(config.num_mini_batches):
+            kept = [i for i in places
+                    if not (answers[i].truncated and config.mask_truncated_completions)]
+            tokens = sum(len(answers[i].ids) for i in kept)
+            loss = torch.zeros(())
+            for i in kept:
+                A = answers[i].advantage
+                if A == 0 and config.beta == 0:
+                    continue  # it counts in the divisors, but has no gradient
+                now = slow_logprobs(model, answers[i], config.temperature)
+                log_ratio = now - old[i]
+                if config.importance_sampling_level == "sequence":
+                    log_ratio = log_ratio.mean().expand_as(now)
+                ratio = log_ratio.exp()
+                bound = 1 + (config.epsilon_high or config.epsilon) if A > 0 else 1 - config.epsilon
+                surrogate = (ratio * A).clamp(max=bound * A)
+                kl = kl_estimate(now, ref[i], config.kl_penalty_type)
+                penalty = kl * ratio if config.use_bias_correction_kl else kl
+                divisor = {"grpo": len(places) * len(now), "dapo": tokens,
+                           "dr_grpo": len(places) * config.max_completion_length}
+                loss = loss + (config.beta * penalty - surrogate).sum() / divisor[config.loss_type]
+                learned += len(now)
+                log["ratio_max"] = max(log["ratio_max"], ratio.max().item())
+                log["kl"] += kl.sum().item() * (config.beta > 0)  # at 0 there is no reference
+                log["clip_fraction"] += (surrogate < ratio * A).sum().item()
+                log["sampler_gap"] += (answers[i].sampler_logprobs - old[i]).abs().sum().item()
             optimizer.zero_grad()
-            loss.backward()
+            if loss.requires_grad:  # else nothing moves
+                loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
             optimizer.step()
             log["loss"] += loss.item() / updates
             log["grad_norm"] += norm.item() / updates
-            # The other figures leave out answers without a gradient, as the training does.
-            teaches = (advantages[rows] != 0) | (config.beta + config.entropy_bonus > 0)
-            taught = mask[rows] & teaches.unsqueeze(1)
-            _, found = loss_fn(now, old[rows], ref[rows], advantages[rows], taught, **settings)
-            n = int(taught.sum())
-            tokens += n
-            log["kl"] += n * found["kl"] * (config.beta > 0)  # at 0 there is no reference
-            log["clip_fraction"] += n * found["clip_fraction"]
-            log["ratio_max"] = max(log["ratio_max"], found["ratio_max"])
-            log["sampler_gap"] += (rollout.logprobs - old)[rows][taught].abs().sum().item()
     for name in ("kl", "clip_fraction", "sampler_gap"):
-        log[name] /= max(tokens, 1)
+        log[name] /= max(learned, 1)
     return log
 
 
-SETTINGS = {
+UPDATE = dict(steps=2, prompts_per_step=3, max_completion_length=6, learning_rate=3e-3,
+              warmup_steps=0, temperature=0.8, seed=1, micro_batch_size=5)
+OPTIONS = {
     "grpo": {}, "dapo": {"loss_type": "dapo"}, "dr_grpo": {"loss_type": "dr_grpo"},
-    "gspo": {"loss_fn": gspo_loss}, "answer-ratio": {"loss_fn": answer_ratio_loss},
-    "corrected-kl": {"loss_fn": corrected_kl_loss}, "k2": {"kl_penalty_type": "mse"},
-    "2x2": {"num_iterations": 2, "num_mini_batches": 2, "learning_rate": 0.01},
-    "in-three": {"num_mini_batches": 3}, "checkpointing": {"gradient_checkpointing": True},
-    "rows-alone": {"tokens_per_micro_batch": 1}, "all-at-once": {"tokens_per_micro_batch": 10_000},
-    # Without KL and entropy flat groups are left out, and of a single one only momentum is left.
-    "without-kl": {"beta": 0.0}, "entropy": {"entropy_bonus": 0.3},
-    "one-group": {"prompts_per_step": 1, "steps": 7},
-    "no-cut-answers": {"mask_truncated_completions": True, "max_completion_length": 12},
-    "tight-clip": {"epsilon": 0.02, "epsilon_high": 0.01}, "unscaled": {"scale_rewards": "none"},
-    "over-std-of-all": {"scale_rewards": "batch"}, "leave-one-out": {"scale_rewards": "rloo"},
-    "short-gradients": {"max_grad_norm": 0.05}, "whole-gradients": {"max_grad_norm": 1e9},
-}
+    "gspo": {"importance_sampling_level": "sequence"}, "k2": {"kl_penalty_type": "mse"},
+    "r-times-kl": {"use_bias_correction_kl": True}, "batch-std": {"scale_rewards": "batch"},
+    "in-three": {"num_mini_batches": 3}, "one-by-one": {"micro_batch_size": 1},
+    "2x2": dict(num_iterations=2, num_mini_batches=2, learning_rate=5e-3),
+    "tight-clip": dict(epsilon=0.02, epsilon_high=0.01), "short-step": {"max_grad_norm": 0.05},
+    "no-cuts": dict(mask_truncated_completions=True, max_completion_length=12),
+    "dynamic": dict(dynamic_sampling=20, num_generations=3),
+    # Without KL flat groups are left out, and if there is no other nothing moves.
+    "no-kl": {"beta": 0.0}, "one-group": dict(prompts_per_step=1, steps=7)}
 
 
-@pytest.mark.parametrize("name", """
-grpo, grpo 2x2, grpo 2x2 rows-alone, dapo rows-alone checkpointing, dr_grpo 2x2 rows-alone,
-dapo 2x2 all-at-once, grpo without-kl, dr_grpo without-kl, dapo 2x2 without-kl,
-grpo without-kl one-group, grpo without-kl no-cut-answers, dapo in-three without-kl no-cut-answers,
-grpo without-kl entropy, dapo entropy, dr_grpo 2x2 entropy, grpo 2x2 tight-clip,
-grpo 2x2 short-gradients, grpo in-three without-kl whole-gradients, grpo 2x2 k2 checkpointing,
-grpo unscaled, grpo 2x2 over-std-of-all, dr_grpo without-kl leave-one-out, grpo 2x2 gspo,
-grpo 2x2 answer-ratio, dapo 2x2 corrected-kl""".strip().replace("\n", " ").split(", "))
+@pytest.mark.parametrize("name", """grpo, grpo 2x2 one-by-one, dapo one-by-one, grpo in-three no-kl,
+dr_grpo 2x2 one-by-one, dr_grpo no-kl, dapo 2x2 no-kl, grpo no-kl one-group, grpo no-cuts,
+dapo in-three no-kl no-cuts, grpo 2x2 tight-clip, grpo 2x2 short-step, grpo 2x2 k2, grpo dynamic,
+grpo 2x2 batch-std, grpo 2x2 gspo, dapo 2x2 r-times-kl""".replace("\n", " ").split(", "))
 def test_steps_are_those_of_the_slow_way(name):
-    """In float64, where two right ways agree to the last digits: weights and metrics."""
     run = dict(UPDATE)
     for word in name.split():
-        run |= SETTINGS[word]
-    loss_fn = run.pop("loss_fn", grpo_loss)
+        run |= OPTIONS[word]
     config = GRPOConfig(**TINY | run)
-    model = tiny_model("gpt2", initializer_range=0.2, tie_word_embeddings=True).double()
+    model = tiny_model("llama", initializer_range=0.2)
     start = weights_of(model)
-    slow_model = copy.deepcopy(model)
-    reference = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(slow_model.parameters(), config.learning_rate, weight_decay=0.0)
+    slow_model, reference = copy.deepcopy(model), copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(slow_model.parameters(), weight_decay=0.0)
     states = []
-
     def reward(**columns):
-        states.append(torch.get_rng_state())  # the next to be drawn is the order of the groups
+        states.append(torch.get_rng_state())  # the next to be drawn is the order of the answers
         # Weights 1 % larger than those that sampled: without that, sampler_gap would be 0.
         for parameter in [*model.parameters(), *slow_model.parameters()]:
             parameter.data *= 1.01
         return uneven_reward(**columns)
-
-    for metrics, learner in steps_of(model, reward, loss_fn=loss_fn, **run):
-        rollout = learner.rollout
+    for metrics, learner in steps_of(model, reward, **run):
         torch.set_rng_state(states[-1])
-        wanted = slow_step(slow_model, reference, optimizer, rollout, learner.rewards, config,
-                           loss_fn)
-        seconds = sum(metrics[f"{part}_seconds"] for part in ("sample", "score", "update"))
-        wanted["tokens_per_second"] = rollout.completion_mask.sum() / seconds
-        wanted["questions_seen"] = config.prompts_per_step * metrics["step"]
+        optimizer.param_groups[0]["lr"] = metrics["learning_rate"]
+        wanted = slow_step(slow_model, reference, optimizer, learner.groups, config)
         for figure, value in wanted.items():
-            assert metrics[figure] == pytest.approx(float(value), rel=1e-4, abs=2e-6), figure
+            assert metrics[figure] == pytest.approx(float(value), rel=5e-4, abs=2e-6), figure
         moved = (weights_of(model) - start).norm()
-        assert (weights_of(model) - weights_of(slow_model)).norm() <= 2e-4 * moved
+        assert (weights_of(model) - weights_of(slow_model)).norm() <= 1e-3 * moved
     assert (learner.reference is None) == (config.beta == 0)
-    if learner.reference is not None:
-        assert torch.equal(weights_of(learner.reference), start)
 
 
-@pytest.mark.parametrize("budget", [1, 20, 45, 100, 10_000])
-def test_micro_batches_keep_to_their_budget(budget):
-    """Answers of like length together, the longest first, each of them once."""
-    batches = []
-    loss_fn = preceded(grpo_loss, lambda new, old, ref, advantages, mask, **settings:
-                       batches.append(mask.sum(dim=1).tolist()))
-    data = [{"prompt": "a b c"}, {"prompt": "b c d"}, {"prompt": "c d e"}]  # 3 tokens each
-    _, learner = next(steps_of(
-        tiny_model(initializer_range=0.15), uneven_reward, data, loss_fn=loss_fn, **UPDATE | {
-            "num_generations": 8, "tokens_per_micro_batch": budget, "max_completion_length": 12}))
-    lengths = learner.rollout.completion_mask.sum(dim=1).tolist()
-    assert sum(batches, []) == sorted(lengths, reverse=True)
-    assert min(lengths) < 4 and max(lengths) == 12
-    for some, following in zip(batches, batches[1:] + [[0]]):
-        assert len(some) == 1 or len(some) * (3 + some[0]) <= budget
-        assert some[-1] >= some[0] / 2
-        # It ends only where it has to.
-        assert (len(some) + 1) * (3 + some[0]) > budget or following[0] < some[0] / 2
+@pytest.mark.parametrize("letters, drawn", [("ad", 8), ("eb", 2)])
+def test_dynamic_sampling_asks_no_more_than_it_has_to(letters, drawn):
+    data = [{"prompt": letter} for letter in letters]
+    step = go(reward=uneven_reward, data=data, steps=1, dynamic_sampling=3)[0]
+    assert step["questions_seen"] == drawn
 
 
-@cases("settings, by_hand", {
-    "plainly": ({}, False), "two passes": ({"num_iterations": 2}, False),
-    "checkpointing": ({"gradient_checkpointing": True}, False), "the user's own": ({}, True)})
-@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-def test_train_mode_disturbs_neither_sampling_nor_training(family, settings, by_hand):
-    """Also where gradient checkpointing, which needs train mode, was switched on by the user."""
-    plain = tiny_model(family)
-    dropout = dict.fromkeys(["attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.5)
-    other = tiny_model(family, **dropout).train()
-    if by_hand:
-        other.gradient_checkpointing_enable()
-    same_rollout(sampled(other), sampled(plain))
-    assert all(module.training for module in other.modules()) and not plain.training
-    for model in (plain, other):
-        go(model=model, steps=2, reward=uneven_reward, learning_rate=1e-3, **settings)
-    assert (weights_of(plain) - weights_of(other)).norm() < 1e-3 * weights_of(plain).norm()
-    other.train().lm_head = None
-    with pytest.raises(TypeError):
-        sampled(other)
-    assert other.training  # even then
-
-
-def test_gradient_checkpointing_computes_layers_in_the_backward_pass_once_more():
-    events = []
-    loss_fn = preceded(grpo_loss, lambda *_, **__: events.append("loss"))
-    model = tiny_model()
-    model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: events.append("layer"))
-    go(model=model, steps=1, loss_fn=loss_fn, gradient_checkpointing=True)
-    assert events[-1] == "layer"
-
-
-# The last three of six steps, as parts of learning_rate.
-@pytest.mark.parametrize("schedule, falling", [
-    ("linear", [0.75, 0.5, 0.25]), ("constant_with_warmup", [1, 1, 1]),
-    ("cosine", [0.5 + 0.125**0.5, 0.5, 0.5 - 0.125**0.5])])
-def test_learning_rates(schedule, falling):
+@pytest.mark.parametrize("warmup, parts", [(2, [0.5, 1, 0.75, 0.5, 0.25]), (4, [0.25, 0.5])])
+def test_learning_rates(warmup, parts):
     """No step is made at rate 0, neither the first nor the last."""
-    history = go(learning_rate=3e-3, warmup_steps=3, lr_scheduler_type=schedule)
-    rates = [metrics["learning_rate"] for metrics in history]
-    assert rates == pytest.approx([3e-3 * part for part in [1 / 3, 2 / 3, 1] + falling])
+    history = go(steps=len(parts), warmup_steps=warmup)
+    assert [metrics["learning_rate"] / 0.01 for metrics in history] == pytest.approx(parts)
 
 
-def test_dynamic_sampling_replaces_flat_groups():
-    """What comes in their place stands with its own question, reward, log-probs and advantage."""
-    model = tiny_model(initializer_range=0.2)
-    model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY))
-    model.lm_head.bias.data[END] = 2.0  # so that the longest answers differ, and some pad others
-    run = dict(dynamic_sampling=20, num_generations=3, prompts_per_step=4, max_completion_length=40)
-    for metrics, learner in steps_of(model, uneven_reward, **UPDATE | run):
-        rollout = learner.rollout
-        prompts = [example["prompt"] for example in learner.examples]
-        assert len(prompts) == 4 and not set(prompts) & set(FLAT)
-        check_rollout(rollout, prompts, 3, 40)
-        T = rollout.completion_mask.shape[1]
-        answers = [ids[real].tolist() for ids, real in zip(rollout.input_ids[:, -T:],
-                                                           rollout.completion_mask)]
-        of_each_row = [prompt for prompt in prompts for _ in range(3)]
-        near(learner.rewards.flatten(), uneven_reward(of_each_row, answers))
-        near(learner.advantages, group_advantages(learner.rewards))
-        assert metrics["zero_variance_fraction"] == 0 and metrics["sampler_gap"] < 1e-5
-    for letters, drawn in {"ad": 8, "eb": 2}.items():  # 2 + 3 tries of 2, all flat; none is
-        data = [{"prompt": letter} for letter in letters]
-        step = go(reward=uneven_reward, data=data, steps=1, dynamic_sampling=3)[0]
-        assert step["questions_seen"] == drawn
+def test_there_is_no_dropout():
+    """Nor in the first samples, nor in the reference, though the model comes in train mode."""
+    plain = tiny_model("gpt2", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    assert go(model=tiny_model("gpt2").train(), stop=3) == go(model=plain, stop=3)
 
 
 # --- Precision: bfloat16 over float32 masters, here on the CPU ---
 def test_masters_take_steps_and_add_up_gradients_that_bfloat16_cannot():
-    model = tiny_model()
-    frozen = model.model.norm.weight.requires_grad_(False)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    before = parameters_to_vector(trained).detach()
-    added = []  # this hook is called before the training's own, which frees the gradient
-    model.lm_head.weight.register_post_accumulate_grad_hook(lambda p: added.append(p.grad))
-    *_, (metrics, learner) = steps_of(model, bf16=True, steps=3, warmup_steps=0, max_grad_norm=1e9,
-                                      learning_rate=1e-6, tokens_per_micro_batch=1)
-    assert metrics["sampler_gap"] < 0.1
-    assert frozen.dtype == torch.bfloat16 and (frozen == 1).all()
-    after = parameters_to_vector(learner.weights)
-    assert after.dtype == torch.float32
-    assert torch.equal(parameters_to_vector(trained), after.bfloat16())
-    learns = parameters_to_vector([weight.grad for weight in learner.weights]) != 0
-    moved = (after - before).abs() > 3e-7
-    seen = after.bfloat16() != before.bfloat16()
-    assert moved[learns].double().mean() > 0.8  # most of the masters have moved
-    assert seen[learns].double().mean() < 0.1  # and in bfloat16 hardly any
-    # The gradients of the last step's 8 answers are in bfloat16, and add up in float32.
-    assert {gradient.dtype for gradient in added} == {torch.bfloat16}
-    near(learner.weights[-1].grad, torch.stack(added[-8:]).float().sum(dim=0), 1e-6)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    # Positions are angles, kept in a buffer that bfloat16 would spoil.
-    angles = tiny_model().model.rotary_emb.inv_freq
+    model = tiny_model().requires_grad_(False)
+    head = model.lm_head.weight.requires_grad_()  # all others are frozen, to look at this one
+    angles = model.model.rotary_emb.inv_freq.clone()  # a buffer, which bfloat16 would spoil
+    before = head.detach().clone()
+    steps = steps_of(model, bf16=True, learning_rate=1e-6, max_grad_norm=1e9, micro_batch_size=1)
+    next(steps)
+    added = []
+    head.register_hook(added.append)
+    *_, (metrics, learner) = steps
+    [after] = learner.masters
+    assert torch.equal(head, after.bfloat16())
+    assert 10 * (head != before.bfloat16()).sum() < (after != before).sum()  # bfloat16 sees few
+    total = torch.stack(added[-8:]).float().sum(dim=0)  # of the last step's 8 answers
+    assert metrics["grad_norm"] == pytest.approx(total.norm().item(), rel=1e-6)
     for network in (model, learner.reference):
         assert torch.equal(network.model.rotary_emb.inv_freq, angles)
         assert {parameter.dtype for parameter in network.parameters()} == {torch.bfloat16}
+    assert metrics["sampler_gap"] < 0.1
 
 
 # --- What is refused, and what the error says ---
-FITS = "a " * 56  # 56 tokens: with a cap of 8 they just fill the context of 64
-NOT_WHOLE = [-1, 1.5, "2", None, NAN]
-NOT_REAL = [-0.1, NAN, INF, "0.1"]
+FITS = "a " * 59  # with a cap of 5 tokens it just fills the context of 64
 
 
-@pytest.mark.parametrize("names, values", {  # settings, and values that none of them may have
-    "num_generations": [1, 0, *NOT_WHOLE],
-    "prompts_per_step max_completion_length steps num_iterations": [0, *NOT_WHOLE],
-    "num_mini_batches tokens_per_micro_batch": [0, *NOT_WHOLE],
-    "warmup_steps dynamic_sampling seed save_steps": NOT_WHOLE,
-    "temperature max_grad_norm": [0, None, *NOT_REAL],
-    "learning_rate beta epsilon entropy_bonus": [None, *NOT_REAL],
-    "epsilon_high": NOT_REAL,
-    "loss_type scale_rewards lr_scheduler_type kl_penalty_type": ["bnpo", None],
-}.items())
-def test_impossible_settings_are_refused_at_once(names, values):
+@pytest.mark.parametrize("value, names", {  # a value, and settings that it is impossible for
+    1: "num_generations",
+    0: "prompts_per_step max_completion_length temperature steps num_iterations num_mini_batches "
+       "max_grad_norm micro_batch_size",
+    -0.1: "beta epsilon epsilon_high dynamic_sampling learning_rate warmup_steps seed save_steps",
+    "none of these": "loss_type scale_rewards kl_penalty_type importance_sampling_level"}.items())
+def test_impossible_settings_are_refused(value, names):
     for name in names.split():
-        for value in values:
-            with pytest.raises(ValueError, match=f"{name} is {value!r}"):
-                GRPOConfig(**{name: value})
+        for impossible in (value, NAN, math.inf):
+            with pytest.raises(ValueError, match=f"{name} .*{impossible!r}"):
+                GRPOConfig(**{name: impossible})
 
 
-def test_what_stands_at_the_edge_is_taken():
-    for family in ("qwen2", "gemma3"):  # gemma3 has its context in a config within its config
-        sampled(family_model(family), prompts=[FITS], G=1)
-    sampled(tiny_model(vocab_size=42), tokenizer=tiny_tokenizer("<new>"))  # as padding, token 42
-    GRPOConfig(epsilon=1.5, epsilon_high=0, prompts_per_step=4, num_mini_batches=4)
-    GRPOConfig(num_generations=2, prompts_per_step=1, max_completion_length=1, steps=1,
-               warmup_steps=0, learning_rate=0, beta=0, epsilon=0, save_steps=0)
-    assert GRPOConfig(scale_rewards=True).scale_rewards == "group"
-    assert GRPOConfig(scale_rewards=False).scale_rewards == "none"
+def rewarded(rewards):
+    go(reward=lambda **_: rewards)
 
 
-def train_quantized():
-    model = tiny_model()
-    model.lm_head.weight = torch.nn.Parameter(torch.zeros(48, 32).char(), requires_grad=False)
-    go(model=model)
+def asked_after_one_that_fits(prompt, family="qwen2"):
+    model = tiny_model(family, **FAMILIES[family])
+    go(model=model, data=[{"prompt": FITS}, {"prompt": prompt}])
 
 
-@pytest.mark.parametrize("said, call", {  # what is said: a call
-    "finite rewards, got .*nan": lambda: group_advantages(numbers("0.5 nan")),
-    r"2 or more finite rewards, got tensor.\[1": lambda: group_advantages(t64([1])),
-    "size=.2, 0": lambda: group_advantages(t64([[], []])),
-    "(?s)finite rewards, got .* inf": lambda: group_advantages(t64([[0.5, 1], [INF, 1]])),
-    "'bnpo', and must be": lambda: grpo_loss(*batch(), loss_type="bnpo"),
-    "'dr_grpo' needs max_completion_length": lambda: grpo_loss(*batch(), loss_type="dr_grpo"),
-    "beta is 0.07": lambda: grpo_loss(P_02, P_02, None, t64([1]), ONE, beta=0.07),
-    "'k4'; it is": lambda: kl_estimate(P_02, P_04, "k4"),
-    "'column', and must be": lambda: group_scale(BOOK, "column"),
-    "num_generations 0": lambda: sampled(tiny_model(), G=0),
-    "completion_length 0 must": lambda: sampled(tiny_model(), max_completion_length=0),
-    "temperature -0.1 at": lambda: sampled(tiny_model(), temperature=-0.1),
-    "temperature nan at": lambda: sampled(tiny_model(), temperature=NAN),
-    "one or more prompts, got .]": lambda: sampled(tiny_model(), prompts=[]),
-    "one or more prompts, got 'a b'": lambda: sampled(tiny_model(), prompts="a b"),
-    "prompt 1 has no tokens": lambda: sampled(tiny_model(), prompts=["a", ""]),
-    "57 .* 8 .* context of 64": lambda: sampled(tiny_model(), prompts=["a", FITS + "a"]),
-    "58 .* 8 .* context of 64": lambda: sampled(family_model("gemma3"), prompts=[FITS + "a a"]),
-    "temperature nan, compl": lambda: token_logprobs(tiny_model(), IDS, IDS > 0, 2, NAN),
-    "temperature 0, compl": lambda: token_logprobs(tiny_model(), IDS, IDS > 0, 2, 0),
-    "completion_length 0 and": lambda: token_logprobs(tiny_model(), IDS, IDS > 0, 0),
-    "leaves for the prompt, 0, must": lambda: token_logprobs(tiny_model(), IDS, IDS > 0, 4),
-    "lm_head.weight is torch.int8.*quantized": train_quantized,
-    "num_mini_batches is 5": lambda: GRPOConfig(prompts_per_step=4, num_mini_batches=5),
-    "kl_penalty_type 'mse'": lambda: GRPOConfig(beta=0, kl_penalty_type="mse"),
-    "output_dir": lambda: go(resume=True),
+@pytest.mark.parametrize("words, call", {  # words of the error: a call
+    "0, 8, 1": lambda: sampled(tiny_model(), G=0), "5, 0, 1": lambda: sampled(tiny_model(), cap=0),
+    "5, 8, nan": lambda: sampled(tiny_model(), temperature=NAN),
+    "5, 8, inf": lambda: sampled(tiny_model(), temperature=math.inf),
+    "got .]": lambda: sampled(tiny_model(), []), "got 'a b'": lambda: sampled(tiny_model(), "a b"),
+    "'' has no tokens": lambda: sampled(tiny_model(), ["a", ""]),
+    "prompt 1 has 60 .* room for 59": lambda: asked_after_one_that_fits(FITS + "a"),
+    "prompt 1 has 61 .* room for 59": lambda: asked_after_one_that_fits(FITS + "a a", "gemma3"),
+    "no answer could end": lambda: end_token_ids(Mock(generation_config=None, config=None), None),
+    "batches is 9": lambda: go(num_mini_batches=9), "data set is empty": lambda: go(data=[]),
+    "needs the output_dir": lambda: go(resume=True), "NoneType": lambda: rewarded([None] * 8),
+    "int32.*quantiz": lambda: go(model=tiny_model().requires_grad_(False).type(torch.int32)),
+    "float8.*quantiz": lambda: go(model=tiny_model().type(torch.float8_e4m3fn)),
+    "returned 7 ": lambda: rewarded([1] * 7), "returned 9 ": lambda: rewarded([1] * 9),
+    "returned nan": lambda: rewarded([NAN] * 8), "returned inf": lambda: rewarded([math.inf] * 8),
 }.items())
-def test_what_cannot_be_is_refused(said, call):
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_is_refused(words, call):
+    with pytest.raises((ValueError, TypeError), match=words):
         call()
 
 
-# --- The night: whatever breaks a run, resumed it ends as if nothing had happened ---
-# Each run below has a checkpoint of step 2 and was left after step 3. It is resumed, breaks in
-# step 3 or 4, and is resumed again. Then its folder has to be that of a run left in peace.
-class Killed(BaseException):
-    """Like a SIGKILL: nothing in the program may catch it."""
+# --- The night: whatever ends a run, resumed it ends as if nothing had happened ---
+RUNS = {
+    "plain": {"seed": np.int64(3)},  # a number that a checkpoint may not hold
+    "dynamic, several updates, in bfloat16": {  # many groups are equal, and are replaced
+        "reward": lambda **given: [float(reward > 1) for reward in noisy_reward(**given)],
+        "dynamic_sampling": 2, "num_iterations": 2, "num_mini_batches": 2, "beta": 0, "bf16": True},
+}
 
 
-def save_half(error):
-    def fault(tensors, path, metadata):
-        Path(path).write_bytes(b"half a checkpoint")
-        raise error
-
-    return fault
-
-
-def kill_at_the_log(path, *mode, **settings):
-    if "metrics.jsonl" in str(path) and mode == ("w",):
-        Path(path).write_bytes(b"")
-        raise Killed
-
-
-no_memory = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
-fail = Mock(side_effect=RuntimeError("the device is lost"))
-kill = Mock(side_effect=Killed)
-ctrl_c = Mock(side_effect=lambda *_, **__: signal.raise_signal(signal.SIGINT))
-# What the reward has drawn before it gave NaN has to be undone.
-give_nan = Mock(side_effect=lambda **given: [NAN for _ in noisy_reward(**given)])
-LOST = "^the device is lost$"
-HOPELESS = "1 prompts at once.*gradient_checkpointing.*smaller"
-FULL = "step 4 could not be saved.*No space left on device.*intact"
-EMBED = (torch.nn.Embedding, "forward")
-GRADIENT = (torch.nn.utils, "clip_grad_norm_")
-WRITE = (safetensors.torch, "serialize_file")
-RENAME = (os, "replace")
-OPEN = (builtins, "open")
-
-NIGHT = {"steps": 5, "save_steps": 2}
-MANY = {"num_iterations": 2, "num_mini_batches": 2, "beta": 0}
-DYNAMIC = {"dynamic_sampling": 2, "num_generations": 2, "bf16": True}
-# So coarse that many groups are flat, and one or two questions more are drawn.
-DYNAMIC["reward"] = lambda **given: [float(reward > 1) for reward in noisy_reward(**given)]
-RUNS = {"plain": NIGHT, "several updates": NIGHT | MANY, "dynamic, in bfloat16": NIGHT | DYNAMIC}
-
-
-def result(folder):
-    """All that a run leaves: the checkpoint's bytes, and the log, which is JSON without NaN."""
+def log_of(folder):
+    """The lines of metrics.jsonl. Each must be whole, without NaN or inf, which JSON has not."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    log = [untimed(json.loads(line, parse_constant=pytest.fail)) for line in lines]
-    return (folder / "checkpoint.safetensors").read_bytes(), log
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+
+
+def night(folder, reward=noisy_reward, **settings):
+    """A run to its end, from the checkpoint in the folder if there is one: history and weights."""
+    model = tiny_model()
+    config = GRPOConfig(**TINY | {"steps": 5, "save_steps": 2} | settings)
+    history = train(model, TOKENIZER, QUESTIONS, reward, config, folder, resume=True)
+    assert history == log_of(folder)
+    assert torch.load(folder / "checkpoint.pt", weights_only=True)["history"] == history
+    return [untimed(metrics) for metrics in history], weights_of(model).tolist()
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """For each of RUNS the folder of a whole run, and that of one which was left after step 3."""
-    found = {}
-    for name, run in RUNS.items():
-        found[name] = (tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("left"))
-        go(found[name][0], **run)
-        go(found[name][1], stop=3, **run)
-    return found
+def whole(tmp_path_factory):
+    return {name: night(tmp_path_factory.mktemp("whole"), **run) for name, run in RUNS.items()}
 
 
-@pytest.fixture
-def own_handler():
-    """What the caller wants of Ctrl-C, which must hold again when a run is over."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    yield signal.SIG_IGN
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize("run", RUNS)
-# What breaks, in which calls, how; the error that ends the run, its words; the step saved by then.
-@cases("place, in_calls, happens, error, says, saved", {
-    "the reward raises": ("reward", [1], fail, ValueError, "raised RuntimeError: the device", 2),
-    "the reward is nan": ("reward", [1], give_nan, ValueError, "returned nan at place 0", 2),
-    "ctrl-c": ("reward", [1], ctrl_c, None, None, 3),
-    "ctrl-c, and again": (EMBED, EVERY, ctrl_c, KeyboardInterrupt, None, 2),
-    "ctrl-c while the caller is busy": ("between", [1], ctrl_c, None, None, 3),
-    "the caller's evaluation fails": ("between", [2], fail, RuntimeError, LOST, 4),
-    "the second update fails": (GRADIENT, [2], fail, RuntimeError, LOST, 2),
-    "another error than lack of memory": (EMBED, EVERY, fail, RuntimeError, LOST, 2),
-    "hopelessly out of memory": (EMBED, EVERY, no_memory, torch.OutOfMemoryError, HOPELESS, 2),
-    "disk full": (WRITE, [1], save_half(OSError(28, "No space left on device")), OSError, FULL, 2),
-    "killed while writing": (WRITE, [1], save_half(Killed), Killed, None, 2),
-    "killed before the log is renamed": (RENAME, [1], kill, Killed, None, 2),
-    "killed before the checkpoint is renamed": (RENAME, [2], kill, Killed, None, 2),
-    "killed while resuming": (OPEN, EVERY, kill_at_the_log, Killed, None, 2),
+@pytest.mark.parametrize("name", RUNS)
+# Where the process is killed; in which call of it, counted from 1; the file that is left torn.
+@cases("place, fatal, torn", {
+    "after step 1": ((grpo, "set_seed"), 2, None), "after step 3": ((grpo, "set_seed"), 4, None),
+    "in the reward of a later step": ((random, "gauss"), 28, None),
+    "while writing metrics 4": ((Path, "write_text"), 4, 0),
+    "while writing the second checkpoint": ((torch, "save"), 2, 1),
+    "before the last checkpoint is renamed": ((Path, "replace"), 8, None),
 })
-def test_a_broken_run_goes_on_as_if_nothing_had_happened(
-        place, in_calls, happens, error, says, saved, run, folders, tmp_path, monkeypatch,
-        own_handler, capsys):
-    whole, begun = folders[run]
-    folder = tmp_path / "run"
-    shutil.copytree(begun, folder)
-    run = {"resume": True, "reward": noisy_reward, "between": lambda metrics: None} | RUNS[run]
-    broken = run | {"model": tiny_model()}
-    ends = pytest.raises(error, match=says) if error else contextlib.nullcontext()
-    with monkeypatch.context() as patch, ends:
-        if place in run:
-            broken[place] = preceded(run[place], happens, in_calls)
-        else:
-            patch.setattr(*place, preceded(getattr(*place), happens, in_calls))
-        go(folder, **broken)
-    assert signal.getsignal(signal.SIGINT) is own_handler
-    assert ("interrupted" in capsys.readouterr().out) == (happens is ctrl_c)
-    model = broken["model"]
-    assert not model.training
-    # A hook that was left on the model would take these gradients away.
-    assert all(parameter.grad is None for parameter in model.parameters())
-    model(input_ids=torch.ones(1, 3, dtype=torch.long)).logits.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    if error is Killed:  # in the middle of a line, for example
-        with open(folder / "metrics.jsonl", "a") as log:
-            log.write('{"step": 4, "los')
-    else:
-        assert not list(folder.glob("*.new"))
-    assert go(folder, **run)[0]["step"] == saved + 1
-    assert result(folder) == result(whole)
-    assert set(os.listdir(folder)) == {"checkpoint.safetensors", "metrics.jsonl"}
+def test_a_killed_run_goes_on(name, place, fatal, torn, whole, tmp_path, monkeypatch):
+    function = getattr(*place)
+    calls = itertools.count(1)
+
+    def killed(*args, **kwargs):
+        if next(calls) < fatal:
+            return function(*args, **kwargs)
+        if torn is not None:
+            args[torn].write_bytes(b'{"step": 4, "lo')
+        raise SystemExit  # as with a SIGKILL, no `except Exception` sees it
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(*place, killed)
+        night(tmp_path, **RUNS[name])
+    logged = [untimed(metrics) for metrics in log_of(tmp_path)]
+    assert logged == whole[name][0][: len(logged)]
+    assert night(tmp_path, **RUNS[name]) == whole[name]
 
 
-@pytest.mark.parametrize("save_steps, steps", [
-    (1, [1, 2, 3, 4, 5]), (3, [3, 5]), (9, [5]), (0, [])])
-def test_each_step_is_logged_and_save_steps_says_when_all_is_saved(save_steps, steps, tmp_path):
-    checkpoint = tmp_path / "checkpoint.safetensors"
+@pytest.mark.parametrize("save_steps, steps", [(2, [2, 4, 5]), (0, [])])
+def test_what_a_step_leaves_is_there_before_it_yields(save_steps, steps, tmp_path):
+    checkpoint = tmp_path / "checkpoint.pt"
     saved = []
     for metrics, _ in steps_of(folder=tmp_path, steps=5, save_steps=save_steps):
-        assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1]) == metrics
+        assert log_of(tmp_path)[-1] == metrics
         if checkpoint.exists():
             saved.append(metrics["step"])
             checkpoint.unlink()
     assert saved == steps
+    with pytest.raises(ValueError, match="holds a run: resume it"):  # its log is enough
+        go(folder=tmp_path)
 
 
-# --- Resume: the same run, or none ---
-OTHER_SETTINGS = dict(
-    num_generations=2, prompts_per_step=3, max_completion_length=6, temperature=0.9, beta=0.2,
-    epsilon=0.3, epsilon_high=0.3, loss_type="dapo", scale_rewards="none", steps=7,
-    num_iterations=2, num_mini_batches=2, learning_rate=0.02, warmup_steps=3,
-    lr_scheduler_type="cosine", max_grad_norm=2.0, kl_penalty_type="mse", entropy_bonus=0.1,
-    mask_truncated_completions=True, dynamic_sampling=1, seed=4, bf16=True)
-MAY_CHANGE = dict(save_steps=5, gradient_checkpointing=True, tokens_per_micro_batch=64)
+def test_the_same_run_goes_on_or_none(tmp_path):
+    go(stop=3, folder=tmp_path, steps=5, save_steps=2)
+    for name, value in [("steps", 6), ("seed", 4), ("beta", 0.2)]:
+        with pytest.raises(ValueError, match=f"another run: there {name} is .*, here {value}"):
+            night(tmp_path, **{name: value})
+    finished = night(tmp_path, save_steps=1, micro_batch_size=3)  # these may change
+    assert night(tmp_path) == finished  # it is finished, and says again what it was
 
 
-@pytest.mark.parametrize("says, other", {
-    "holds a run: resume it": {"resume": False},
-    "there examples is 7, here 5": {"data": QUESTIONS[:5]},
-    "there loss_fn is grpo_loss, here gspo_loss": {"loss_fn": gspo_loss},
-    "checksum of the prompts": {"data": QUESTIONS[::-1]},
-    "initial weights is .*, here": {"model": tiny_model(seed=1)},
-    **{f"there {name} is .*, here {value}$": {name: value}
-       for name, value in OTHER_SETTINGS.items()},
-}.items())
-def test_another_run_is_refused_with_the_difference_named(says, other, folders):
-    begun = folders["plain"][1]
-    before = result(begun)
-    with pytest.raises(ValueError, match=says):
-        go(begun, **{"resume": True} | NIGHT | other)
-    assert result(begun) == before
-
-
-def test_a_resumed_run_may_be_in_other_parts_and_holds_on_to_no_file(folders, tmp_path):
-    settings = {field.name for field in dataclasses.fields(GRPOConfig)}
-    assert settings == set(OTHER_SETTINGS) | set(MAY_CHANGE)  # a new one belongs into one of them
-    shutil.copytree(folders["plain"][1], tmp_path / "run")
-    maps = Path("/proc/self/maps")
-    rest = steps_of(folder=tmp_path / "run", resume=True, **NIGHT | MAY_CHANGE)
-    for step, (metrics, _) in zip((3, 4, 5), rest, strict=True):
-        assert metrics["step"] == step
-        # Mapped into memory, the old checkpoint would keep its room on the disk.
-        assert not maps.exists() or str(tmp_path) not in maps.read_text()
-
-
-def test_a_log_alone_is_a_run_too_but_resumed_it_starts_anew(folders, tmp_path):
-    go(tmp_path, stop=1, **NIGHT)  # nothing is saved yet
-    with pytest.raises(ValueError, match="resume"):
-        go(tmp_path, **NIGHT)
-    assert len(go(tmp_path, resume=True, **NIGHT)) == 5
-    assert result(tmp_path) == result(folders["plain"][0])
-
-
-def test_a_finished_run_returns_what_it_had_logged(folders):
-    whole = folders["plain"][0]
-    model = tiny_model()
-    history = train(model, TOKENIZER, QUESTIONS, noisy_reward, GRPOConfig(**TINY | NIGHT), whole,
-                    resume=True)
-    trained = tiny_model()
-    assert go(model=trained, steps=5) == [untimed(metrics) for metrics in history]
-    assert torch.equal(weights_of(model), weights_of(trained))
-    loaded = tiny_model()
-    assert grpo.load_weights(whole, loaded) == 5
-    assert torch.equal(weights_of(loaded), weights_of(trained))
-
-
-def test_in_another_thread_ctrl_c_is_not_touched(own_handler):
-    """Only the main thread may; a run elsewhere has to do without, and say nothing."""
-    handlers = set()
-    run = ThreadPoolExecutor().submit(
-        go, between=lambda _: handlers.add(signal.getsignal(signal.SIGINT)))
-    assert run.result() == go()
-    assert handlers == {own_handler}
-
-
-# --- Too little memory: half as much at once, and the same result ---
-# A hook plays the small card: more than four rows at once are too much for it. There are 12 rows of
-# answers to 3 questions, and 4 of up to 15 tokens each fit into a budget of 64.
-
+# --- Too little memory: half as much at once ---
 def ending_model(logit):
-    """The end tokens' logits are raised by `logit`: 100 for empty answers, -100 for none to end."""
+    """The end tokens' logits are raised by `logit`: at -100 no answer ends."""
     model = tiny_model()
-    bias = torch.zeros(VOCABULARY)
-    bias[[END, EOS]] = logit
-    model.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY), requires_grad=False)
+    model.lm_head.bias[[END, EOS]] = logit
     return model
 
 
-PARTS = ["2 prompts", "1 prompts", "128 tokens", "64 tokens"]
+def small_card(function, place, most):
+    """`function`, where more than `most` items in this place of its arguments are too many."""
+    def tried(*args, **kwargs):
+        if len(args[place]) > most:
+            raise torch.OutOfMemoryError
+        return function(*args, **kwargs)
+    return tried
 
 
-def small_card(_, args):
-    if len(args[0]) > 4:
-        no_memory()
+@pytest.mark.parametrize("place, settings", {
+    "pi_ref": {}, "pi_old": {"beta": 0, "num_iterations": 2}, "the update": {"beta": 0},
+    "its backward pass": {"beta": 0}}.items())
+def test_out_of_memory_does_the_same_in_smaller_parts(place, settings, monkeypatch, capsys):
+    run = {"prompts_per_step": 3, "steps": 2} | settings
+    enough, model = tiny_model(), tiny_model()
+    wanted = go(model=enough, micro_batch_size=3, **run)
+    calls = itertools.count(1)
 
-
-@cases("place, tries, settings", {  # where it runs out; what is tried then; settings
-    "sampling and reference": ("forward", PARTS, {}),
-    "pi_old": ("forward", PARTS, {"beta": 0, "num_iterations": 2}),
-    "the update": ("forward", PARTS, {"beta": 0}),
-    "the backward pass": ("backward", PARTS[2:], {"beta": 0}),
-    "in bfloat16": ("backward", PARTS[2:], {"beta": 0, "bf16": True}),
-})
-def test_out_of_memory_does_the_same_in_smaller_parts(place, tries, settings, capsys):
-    small = ending_model(-100.0)
-    embedding = small.get_input_embeddings()
-    if place == "forward":
-        embedding.register_forward_pre_hook(small_card)
-    else:  # the gradient of the embedding comes last, and knows no rows
-        last = []
-        embedding.register_forward_pre_hook(lambda _, args: last.append(args))
-        embedding.weight.register_post_accumulate_grad_hook(lambda _: small_card(_, last[-1]))
-    run = {"prompts_per_step": 3, "max_completion_length": 12, "steps": 2} | settings
-    found = go(model=small, tokens_per_micro_batch=256, **run)
+    def last(gradient):
+        """The embedding's gradient comes last. The second time one micro-batch is done already."""
+        if next(calls) in (1, 3):
+            raise torch.OutOfMemoryError
+    if place == "its backward pass":
+        model.get_input_embeddings().weight.register_post_accumulate_grad_hook(last)
+    else:
+        monkeypatch.setattr(grpo, "score", small_card(score, 1, 3))
+    assert go(model=model, micro_batch_size=12, **run) == wanted
     said = re.findall("from here on (.*) at once", capsys.readouterr().out)
-    assert said == tries  # once each, not in every step: it is remembered
-    model = ending_model(-100.0)
-    wanted = go(model=model, tokens_per_micro_batch=64, **run)
-    assert found == [pytest.approx(metrics, rel=1e-4, abs=1e-4) for metrics in wanted]
-    assert torch.equal(weights_of(small), weights_of(model))
+    assert said == ["6 answers", "3 answers"]  # not in every step: it is remembered
+    assert torch.equal(weights_of(model), weights_of(enough))
 
 
-# --- Numbers that are not finite: two updates in a row are skipped, the third ends the run ---
-@cases("spoil", {
-    "the loss is nan": lambda loss: loss * NAN, "the loss is inf": lambda loss: loss + INF,
-    "the gradient is nan": lambda loss: loss + (loss - loss.detach()).sqrt(),  # the root at 0
-})
-@pytest.mark.parametrize("passes", [1, 2])
-def test_two_failed_steps_in_a_row_are_forgiven_and_a_third_is_not(spoil, passes, tmp_path, capsys):
-    model = ending_model(-100.0)
-    weights = [weights_of(model)]
+def asked(**run):
+    return [answers[0].example["prompt"] for _, step in steps_of(**run) for answers in step.groups]
+
+
+def test_out_of_memory_in_sampling_asks_fewer_questions_at_once(monkeypatch, capsys):
+    run = {"prompts_per_step": 7, "steps": 2}
+    wanted = asked(**run)
+    monkeypatch.setattr(grpo, "sample_groups", small_card(sample_groups, 2, 1))
+    assert asked(**run) == wanted
+    assert capsys.readouterr().out.count("at once") == 2  # 3 questions, then 1
+    monkeypatch.setattr(grpo, "sample_groups", small_card(sample_groups, 2, 0))
+    with pytest.raises(torch.OutOfMemoryError):
+        go()
+
+
+# --- Gradients that are not finite, and none at all ---
+def test_only_three_failed_steps_in_a_row_end_a_run(tmp_path, monkeypatch, capsys):
+    calls = itertools.count(1)
 
     def broken_loss(*args, **kwargs):
+        """The gradient of a root at 0 is inf, and 0 * inf is NaN. The loss remains what it was."""
         loss, metrics = grpo_loss(*args, **kwargs)
-        return spoil(loss), metrics
-
-    calls = [call for call in range(1, 99) if 1 + (call - 1) // passes in (2, 3, 5, 6, 7)]
-    run = {"num_iterations": passes, "save_steps": 2, "steps": 8}
+        if next(calls) not in (1, 2, 7):  # those of step 1, and one of step 4
+            loss = loss + (loss - loss.detach()).sqrt()
+        return loss, metrics
+    model = tiny_model()
+    weights = [weights_of(model)]
+    steps = steps_of(model, folder=tmp_path, num_iterations=2, steps=8)
+    monkeypatch.setattr(grpo, "grpo_loss", broken_loss)
     with pytest.raises(FloatingPointError, match="three steps in a row"):
-        go(tmp_path, model=model, loss_fn=preceded(grpo_loss, broken_loss, calls),
-           between=lambda _: weights.append(weights_of(model)), **run)
-    assert capsys.readouterr().out.count("update skipped") == 5 * passes
-    for metrics in result(tmp_path)[1]:
-        step = metrics["step"]
-        stands_still = torch.equal(weights[step], weights[step - 1])
-        assert stands_still == bool(metrics["skipped_updates"]) == (step in (2, 3, 5, 6))
-    assert torch.equal(weights_of(model), weights[4])
-    # Mended, it goes on from the last checkpoint, that of step 6.
-    rest = go(tmp_path, model=ending_model(-100.0), resume=True, **run)
-    assert [metrics["skipped_updates"] for metrics in rest] == [0, 0]
+        for _ in steps:
+            weights.append(weights_of(model))
+    skipped = [metrics["skipped_updates"] for metrics in log_of(tmp_path)]
+    assert skipped == [0, 2, 2, 1, 2, 2]
+    for count, before, after in zip(skipped, weights, weights[1:]):
+        assert torch.equal(before, after) == (count == 2)
+    assert torch.equal(weights_of(model), weights[-1])
+    assert capsys.readouterr().out.count("update skipped") == 11
 
 
-def test_the_question_that_broke_an_update_is_named(tmp_path, capsys):
-    model = ending_model(0.0)
-    word = TOKENIZER("x")["input_ids"][0]
-    model.get_decoder().embed_tokens.weight.data[word] = NAN
-    model.lm_head.bias.data[word] = -100.0  # no answer to another question has an x in it
-    for letters in ("abxd", "dxba"):  # in one at least, x is not asked first
-        data = [{"prompt": letter} for letter in letters]
-        run = dict(folder=tmp_path / letters, data=data, prompts_per_step=4, steps=1, model=model)
-        go(**run)
-        assert "the loss is nan, because of an answer to 'x'" in capsys.readouterr().out
-        assert result(tmp_path / letters)[1][0]["skipped_updates"] == 1
-        go(**run, resume=True)  # a checkpoint from before the first update is one, too
+@cases("settings", {
+    "equal": {"beta": 0, "reward": lambda completion_ids, **_: list(map(len, completion_ids))},
+    "left out": {"mask_truncated_completions": True}})
+def test_where_no_answer_teaches_nothing_moves(settings, tmp_path):
+    """Not even by Adam's momentum. After the first step all answers are cut, and equally long."""
+    model = ending_model(2.0)
+    before = weights_of(model.model)
+    moved = []
+    for _ in steps_of(model, folder=tmp_path, steps=3, **settings):
+        after = weights_of(model.model)
+        moved.append(not torch.equal(before, after))
+        before = after
+        model.lm_head.bias[[END, EOS]] = -100.0
+    assert moved == [True, False, False]
+    nothing = dict.fromkeys(["loss", "grad_norm", "kl", "sampler_gap", "skipped_updates"], 0)
+    for metrics in log_of(tmp_path)[1:]:
+        assert metrics == metrics | nothing  # all of that is in it
 
 
-# --- The reward's contract, both ways ---
-NO_LISTS = [None, 1.0, "1" * 8, [0.5] * 7, [0.5] * 9, torch.zeros(8), np.zeros(8)]
-NO_NUMBERS = [None, NAN, INF, -INF, "1", 1j, torch.tensor(1.0), np.float32("nan"), 1e300, 10**400]
-
-
-@pytest.mark.parametrize("says, given", [
-    *[(f"returned {given!r:.99}, wanted a list of 8", given) for given in NO_LISTS],
-    *[(f"returned {given!r} at place 7, wanted a finite number", [0.5] * 7 + [given])
-      for given in NO_NUMBERS]])
-def test_a_broken_reward_is_named_with_place_and_value(says, given):
-    reward = Mock(return_value=given, __name__="my_own")
-    with pytest.raises(ValueError, match=re.escape(f"reward function my_own {says}")):
-        go(reward=reward)
-
-
-def test_rewards_of_every_numeric_type_are_taken():
-    given = (True, False, 3, -2.5, np.float32(0.5), np.float64(0.25), np.int64(7), 0)
-    assert go(reward=lambda **_: given, steps=1)[0]["reward_mean"] == 9.25 / 8
-
-
+# --- The reward's contract, data, seeds, edges ---
 @pytest.mark.parametrize("chats", [False, True])
 def test_a_reward_function_is_called_as_trl_calls_one(chats):
     def say(role, text):
         return [{"role": role, "content": text}] if chats else text
-
     data = [{"prompt": say("user", "a b c"[:end]), "end": end} for end in (1, 3, 5)]
-    reward = Mock(return_value=list(range(12)), __name__="reward")
-    go(reward=reward, model=ending_model(3.0), data=data, steps=1, prompts_per_step=3)
-    received = reward.call_args.kwargs
-    assert set(received) == {"prompts", "completions", "completion_ids", "end"}
-    # Each row of the data set G times, one after the other, in every column.
-    assert sorted(received["end"][::4]) == [1, 3, 5]
-    assert received["end"] == np.repeat(received["end"][::4], 4).tolist()
-    assert received["prompts"] == [say("user", "a b c"[:end]) for end in received["end"]]
-    if chats:
-        received["prompts"][0].clear()
-        assert all(row["prompt"] for row in data)  # what it is given are copies
-    # The ids with the end token, if it came before the cap of 5, and the texts without.
-    assert any(ids[-1] in (END, EOS) for ids in received["completion_ids"])
-    for ids, completion in zip(received["completion_ids"], received["completions"]):
-        words = [token for token in ids if token not in (END, EOS)]
-        assert words == ids[:-1] or words == ids and len(ids) == 5
-        assert completion == say("assistant", TOKENIZER.decode(words, skip_special_tokens=True))
-
-
-# --- Data sets, seeds ---
-ROW = {"prompt": "a"}
-CHAT = {"prompt": [{"role": "user", "content": "a"}]}
-LONG_ROWS = [{"prompt": "a " * 59}, {"prompt": "a " * 60}] * 2  # 59 + 5 tokens fill the context
-
-
-@cases("data, says", {
-    "nothing": ([], "data set is empty"), "split": ({"train": []}, "take one part"),
-    "no prompt": ([{"answer": "c"}] * 2, r"2 of 2 examples lack a prompt.*\[0, 1\]"),
-    "empty": ([ROW, {"prompt": ""}, {"prompt": None}, {"prompt": []}], r"3 of 4 .*\[1, 2, 3\]"),
-    "a string among chats": ([CHAT, ROW, CHAT], "1 of 3 prompts are strings, and the others"),
-    "a column too few": ([ROW | {"n": 1}, ROW], r"other columns.*\[1\]"),
-    "a column too many": ([ROW, ROW | {"n": 1}], r"other columns.*\[1\]"),
-    "blanks": ([ROW] * 1000 + [{"prompt": "  "}], "prompt 1000 has no tokens"),
-    "too long": ([ROW] * 1000 + LONG_ROWS,
-                 r"2 of 1004 prompts are above 59 tokens.*context is 64.*\[1001, 1003\]"),
-    **{column: ([ROW | {column: 1}], f"a column '{column}'.*rename")
-       for column in ("prompts", "completions", "completion_ids")},
-})
-def test_a_data_set_that_cannot_be_used_is_refused_before_the_first_step(data, says, tmp_path):
-    with pytest.raises(ValueError, match=says):
-        go(tmp_path / "new", data=data)
-    assert not os.path.exists(tmp_path / "new")
+    reward = Mock(return_value=list(range(12)))
+    [(_, learner)] = steps_of(ending_model(1.0), reward, data, steps=1, prompts_per_step=3)
+    given = reward.call_args.kwargs
+    asked = given["end"]
+    assert asked == sorted([1, 3, 5] * 4, key=asked.index)  # each question 4 times in a row
+    answers = sum(learner.groups, [])
+    assert given == {"prompts": [say("user", "a b c"[:end]) for end in asked], "end": asked,
+                     "completions": [say("assistant", answer.text) for answer in answers],
+                     "completion_ids": [answer.ids for answer in answers]}
+    assert [answer.reward for answer in answers] == list(range(12))
 
 
 def test_every_question_once_an_epoch_in_an_order_that_is_the_seeds():
-    def asked(**settings):
-        reward = Mock(side_effect=lambda prompts, **_: [0.0] * len(prompts), __name__="reward")
-        go(reward=reward, num_generations=2, beta=0, max_completion_length=1, **settings)
-        return [prompt for call in reward.mock_calls for prompt in call.kwargs["prompts"][::2]]
-
     order = asked(prompts_per_step=7, steps=3)
     epochs = [order[:7], order[7:14], order[14:]]
     for epoch in epochs:
-        assert sorted(epoch) == sorted(question["prompt"] for question in QUESTIONS)
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    assert asked(steps=10) == order[:20]
+        assert sorted(epoch) == [question["prompt"] for question in QUESTIONS]
+    assert epochs[0] != epochs[1] != epochs[2]
     assert asked(prompts_per_step=9, steps=2) == order[:18]  # more than there are
     assert asked(prompts_per_step=7, steps=1, seed=4) != epochs[0]
 
 
 def test_every_step_of_every_seed_draws_afresh_and_nothing_else_decides():
-    """One question, and a model that stands still."""
-    answers = set()
-    rewards = set()
-
-    def reward(prompts, completions, **columns):
-        given = noisy_reward(prompts, completions)
-        answers.add(tuple(completions))
-        rewards.add(tuple(given))
-        return given
-
-    for seed in (0, 1, 1):
-        go(reward=reward, data=QUESTIONS[:1], steps=3, seed=seed, learning_rate=0.0)
-        noisy_reward([], ["a"])  # the caller draws as well
-    assert len(answers) == len(rewards) == 6  # two seeds, three steps
+    drawn, one = set(), QUESTIONS[:1]
+    for seed, data in ((0, one), (1, one), (1, datasets.Dataset.from_list(one))):
+        for metrics in go(data=data, steps=3, seed=seed, learning_rate=0):
+            drawn.add((metrics["reward_mean"], metrics["entropy"]))
+        random.random()  # the caller draws as well
+    assert len(drawn) == 6  # two seeds, three steps
 
 
-# --- Steps at the edge ---
-STILL = {"loss": 0, "grad_norm": 0}
-FLAT_RUN = {"reward": lambda **_: [0.1] * 8, "num_iterations": 2}
-FLAT_STEP = STILL | {"reward_std": 0, "zero_variance_fraction": 1}
-MASKED = {"mask_truncated_completions": True}
-SMALLEST = {"num_generations": 2, "prompts_per_step": 1, "data": [ROW], "max_completion_length": 1}
+@pytest.mark.parametrize("order, least, most", [
+    (list, 3, 5), (lambda rewards: random.sample(rewards, len(rewards)), 0, 1)])
+def test_a_model_learns_what_is_rewarded_and_else_nothing(order, least, most):
+    def reward(completions, **columns):
+        return order([text.split().count("a") for text in completions])
+    for bf16 in (False, True):
+        history = go(reward=reward, beta=0, num_generations=16, steps=25, bf16=bf16)
+        assert least <= history[-1]["reward_mean"] <= most
 
 
 @cases("logit, run, wanted", {  # the end tokens' logits are raised by this; run; metrics
-    "all flat": (0.0, FLAT_RUN | {"beta": 0}, FLAT_STEP | {"sampler_gap": 0}),
-    "all flat, and the model at its reference": (0.0, FLAT_RUN, FLAT_STEP | {"kl": 0}),
-    "all cut and left out": (-100.0, MASKED, STILL | {"truncated_fraction": 1, "kl": 0}),
-    "all cut": (-100.0, {}, {"completion_length": 5, "truncated_fraction": 1}),
-    "all empty": (100.0, {}, {"completion_length": 1, "truncated_fraction": 0}),
-    "logits of minus infinity": (-INF, {}, {"truncated_fraction": 1}),
-    "the smallest sizes": (0.0, SMALLEST, {"completion_length": 1}),
-})
-@every_type
-def test_steps_at_the_edge(logit, run, wanted, loss_type, tmp_path):
-    model = ending_model(logit)
-    before = weights_of(model)
-    go(tmp_path, model=model, steps=2, loss_type=loss_type, **run)
-    for metrics in result(tmp_path)[1]:
-        assert metrics == metrics | wanted | {"skipped_updates": 0}  # all of wanted is in it
-    if "grad_norm" in wanted:  # no lesson, and no weight decay either
-        assert torch.equal(weights_of(model), before)
+    "logits of minus infinity": (-math.inf, {}, {"truncated_fraction": 1}),
+    "the smallest sizes": (0.0, {"num_generations": 2, "prompts_per_step": 1, "data": QUESTIONS[:1],
+                                 "max_completion_length": 1}, {"completion_length": 1})})
+def test_steps_at_the_edge(logit, run, wanted, tmp_path):
+    figures = """step loss reward_mean reward_std kl clip_fraction ratio_max entropy grad_norm
+        learning_rate completion_length truncated_fraction zero_variance_fraction sampler_gap
+        sample_seconds score_seconds update_seconds skipped_updates questions_seen""".split()
+    go(model=ending_model(logit), folder=tmp_path, **run)
+    for metrics in log_of(tmp_path):
+        assert metrics == metrics | wanted | {"skipped_updates": 0}
+        assert set(metrics) >= set(figures)
 
 
-# --- The demo: grading, data, models ---
-GOOD_LINE = json.dumps({"question": "How many?", "answer": "6*3=<<6*3=18>>18\n#### 1,018"})
+# --- The demo: evaluation and data ---
+def echo(model, tokenizer, prompts, *rest, **options):
+    """Each question is its own answer, on a card that has room for three."""
+    if len(prompts) > 3:
+        raise torch.OutOfMemoryError
+    return [[SimpleNamespace(text=prompt)] for prompt in prompts]
 
 
-@pytest.mark.parametrize("text, answer, strict, lenient", [  # lenient: the last number, unboxed
-    (r"so \boxed{1,000}", "1000", True, True), ("so it is 1,000.", "1000", False, True),
-    ("18 dollars, that is $18.", "18", False, True), ("from 5 to -3", "-3", False, True),
-    ("5-3", "3", False, True),
-    (r"so \boxed{8}, or 7", "7", False, False), ("no idea", "7", False, False),
-    ("", "7", False, False),
-])
-def test_strict_and_lenient(text, answer, strict, lenient):
-    assert gsm8k_demo.is_right(text, answer) is strict
-    assert gsm8k_demo.is_right(text, answer, lenient=True) is lenient
+def test_an_evaluation_counts_the_last_box_and_leniently_the_last_number(monkeypatch):
+    monkeypatch.setattr(gsm8k_demo, "sample_groups", echo)
+    texts = [r"\boxed{7}, so \boxed{1,000}",  # right
+             "it is 1,000.", "7 dollars, or $1000.", "5-1000",  # right, but not in a box
+             r"\boxed{7}, or 1000", "-1000", "1000 of 7", "no idea", "", r"\boxed{}"]
+    data = [{"prompt": text, "answer": "1000"} for text in texts]
+    found = gsm8k_demo.evaluate(None, None, data, sampled=True)
+    shares = [found[f"{name}accuracy"] for name in ("", "sampled_", "lenient_")]
+    near(shares + found["interval"], [0.1, 0.1, 0.4, 0.0179, 0.4042], 1e-4)
 
 
-@pytest.mark.parametrize("right, total, low, high", [  # worked elsewhere
-    (5, 10, 0.2366, 0.7634), (0, 10, 0.0, 0.2775), (660, 1319, 0.4734, 0.5273), (0, 0, 0.0, 1.0)])
-def test_wilsons_interval(right, total, low, high):
-    near(gsm8k_demo.wilson(right, total), [low, high], 3e-4)
+GOOD_LINE = r'{"question": "How many?", "answer": "6*3=<<6*3=18>>18\n#### 1,018"}'
 
 
 def write_gsm8k(folder, *lines):
     for name in ("train.jsonl", "test.jsonl"):
-        (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return str(folder)
+        (folder / name).write_text("\n".join(lines))
+    return folder
 
 
-def test_gsm8k_is_read_and_its_solutions_earn_everything(tmp_path):
-    train_data, test_data = gsm8k_demo.load_gsm8k(write_gsm8k(tmp_path, *[GOOD_LINE] * 3))
-    assert train_data["answer"] == ["1,018"] * 3 and len(test_data) == 3
-    assert [message["role"] for message in train_data[0]["prompt"]] == ["system", "user"]
-    chat = [{"role": "assistant", "content": r"18, so \boxed{1018}"}]
-    # TRL calls a reward with more than we do.
-    of_trl = {"completion_ids": [[1], [2]], "trainer_state": None, "log_metric": print}
-    rewards = gsm8k_demo.boxed_reward(None, [chat, "1018", r"\boxed{1}"], ["1,018"] * 3, **of_trl)
+def test_gsm8k_is_read_and_graded(tmp_path):
+    train_data, test_data = gsm8k_demo.load_gsm8k(write_gsm8k(tmp_path, GOOD_LINE, GOOD_LINE))
+    assert train_data["answer"] == test_data["answer"] == ["1,018"] * 2
+    chat = [{"role": "assistant", "content": r"18, so \boxed{\$1018}"}]
+    rewards = gsm8k_demo.boxed_reward(None, [chat, "1018", r"\boxed{1}"], ["1,018"] * 3)
     assert rewards == [1.5, 0.0, 0.5]
 
 
-@pytest.mark.parametrize("line, said", {  # line: what the error names
-    '{"question": "x", "answ': "line 2", '{"question": "x"}': "line 2", "[1]": "line 2",
-    '{"question": "x", "answer": "18"}': "####", '{"question": "x", "answer": "1\\n#### "}': "####",
-    '{"question": " ", "answer": "1\\n#### 1"}': "question",
-}.items())
-def test_a_broken_line_of_data_is_named(line, said, tmp_path):
-    with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize("line", [  # cut off, no ####, a blank answer
+    '{"question": "x", "answ', '{"question": "x", "answer": "18"}',
+    r'{"question": "x", "answer": "1\n#### "}'])
+def test_a_broken_line_of_data_is_named(line, tmp_path):
+    with pytest.raises(ValueError, match="train.jsonl, line 2"):
         gsm8k_demo.load_gsm8k(write_gsm8k(tmp_path, GOOD_LINE, line))
 
 
-def save_tiny(folder, template=TOKENIZER.chat_template, **settings):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
-    tiny_model(**settings).save_pretrained(folder)
-    return str(folder)
+# --- The rehearsal: one pre-trained model serves all of these ---
+@pytest.fixture(scope="module")
+def base():
+    return gsm8k_demo.rehearsal(0)
 
 
-def test_models_that_cannot_be_used_are_refused_with_the_way_out(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(OSError, match="--rehearsal"):
-        gsm8k_demo.load_model(str(tmp_path / "nothing"))
-    with pytest.raises(ValueError, match="chat template"):
-        gsm8k_demo.load_model(save_tiny(tmp_path, template=None))
+def train_with(mistake, base, **settings):
+    model, tokenizer, train_data, _ = copy.deepcopy(base)
+    history = gallery.train(mistake, model, tokenizer, train_data, **settings)
+    return model, history[-1]
+
+
+@pytest.mark.parametrize("mistake, steps, least, most", [
+    ("healthy", 1, 0.15, 0.35), ("healthy", 10, 0.8, 1.0), ("other order", 10, 0.0, 0.15)])
+def test_the_rehearsal_learns_from_its_rewards(mistake, steps, least, most, base):
+    learned, tested = [{chat[0]["content"] for chat in data["prompt"]} for data in base[2:]]
+    assert not learned & tested and len(tested) >= 256  # held out
+    model, _ = train_with(mistake, base, steps=steps)
+    end = gsm8k_demo.evaluate(model, base[1], base[3], 28, sampled=True)
+    assert least <= end["sampled_accuracy"] <= most
 
 
 # --- The demo from the command line ---
-def run_demo(monkeypatch, flags, *more):
-    monkeypatch.setattr(sys, "argv", ["gsm8k_demo.py", *flags.split(), *map(str, more)])
-    gsm8k_demo.main()
-
-
-@pytest.mark.parametrize("flags, said", {  # flags: what is said
-    "--rehearsal --num_generations 1": "num_generations", "--nonsense": "nonsense",
-    "--rehearsal --resume": "--output", "--rehearsal --resume --output no/such": "such",
-    "--data nowhere --model x": "nowhere", "--eval_every -1": "at least 0",
-    "--rehearsal --model x": "leave out --model",
-}.items())
-def test_wrong_flags_end_in_a_clear_message(flags, said, monkeypatch, tmp_path):
+@pytest.fixture
+def demo(base, monkeypatch, tmp_path):
+    def run(flags):
+        monkeypatch.setattr(sys, "argv", ["gsm8k_demo.py", *flags.split()])
+        gsm8k_demo.main()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=said):
-        run_demo(monkeypatch, flags)
+    monkeypatch.setattr(gsm8k_demo, "rehearsal", lambda seed: copy.deepcopy(base))
+    return run
+
+
+@pytest.mark.parametrize("flags, said", [
+    ("--rehearsal --num_generations 1", "num_generations"),
+    ("--resume --output no/such", "no run to go on with in no/such"),
+    ("--data nowhere --model x", "cannot load nowhere"),
+    ("--rehearsal --model x", "leave out --model")])
+def test_wrong_flags_end_in_one_line_and_write_nothing(flags, said, demo, tmp_path):
+    with pytest.raises(SystemExit, match=f"^stopped: .*{said}.*$"):
+        demo(flags)
     assert not any(tmp_path.iterdir())
 
 
-def test_errors_that_are_not_ours_keep_their_traceback(monkeypatch, tmp_path):
-    monkeypatch.setattr(gsm8k_demo, "rehearsal", Mock(side_effect=ValueError("of a library")))
-    with pytest.raises(ValueError, match="of a library"):
-        run_demo(monkeypatch, "--rehearsal --output", tmp_path / "run")
+KNOBS = set(vars(GRPOConfig()) | vars(gsm8k_demo.DemoConfig()))
 
 
-def test_random_weights_measure_a_few_steps(monkeypatch, tmp_path, capsys):
-    """Answers of realistic length, and a line of seconds for each step."""
-    model = save_tiny(tmp_path, initializer_range=0.02, max_position_embeddings=256)
-    data = write_gsm8k(tmp_path, *['{"question": "a b c", "answer": "d\\n#### 1"}'] * 4)
-    sizes = "--prompts_per_step 4 --num_generations 16 --max_completion_length 50"
-    run_demo(monkeypatch, f"--random_weights {sizes} --model", model, "--data", data, "--output",
-             tmp_path / "run")
-    lengths = [metrics["completion_length"] for metrics in grpo.read_metrics(tmp_path / "run")]
-    assert len(lengths) == 5 and 15 < sum(lengths) / 5 < 26  # of at most 50: as real ones are
+def test_every_setting_is_a_flag(demo, capsys):
+    with pytest.raises(SystemExit):
+        demo("--help")
+    assert KNOBS <= set(re.findall(r"--(\w+)", capsys.readouterr().out))
+
+
+def read(path):
+    return json.loads(Path(path).read_text())
+
+
+FEW = ("--rehearsal --steps 4 --prompts_per_step 4 --eval_questions 16 --eval_every 2 "
+       "--show_steps 3 --save_steps 2 --output ")
+
+
+def test_the_demo_from_flags_to_files(demo, capsys):
+    demo(FEW + "whole")
     printed = capsys.readouterr().out
-    for words in ("sampling", "scoring", "update", "tokens a second", "GB", "Nothing was learned"):
+    for words in ("reward 1.5", "step 2:", "after:", "arithmetic"):
         assert words in printed
-    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert "warning" not in printed
+    settings = read("whole/settings.json")
+    assert settings["steps"] == 4 and settings["beta"] == 0.02  # typed, and the rehearsal's own
+    assert len(Path("whole/samples.jsonl").read_text().splitlines()) == 2
+    assert read("whole/results.json")["after"]["questions"] == 16
+    for flags, said in ((FEW + "whole", "holds a run"),
+                        ("--resume --steps 5 --output whole", "there steps is 4, here 5")):
+        with pytest.raises(SystemExit, match=said):
+            demo(flags)
+    model, _ = gsm8k_demo.load_model("whole")
+    assert model.generation_config.eos_token_id == [2, 0]
+    Path("whole/chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="chat template"):
+        gsm8k_demo.load_model("whole")
+
+
+@pytest.mark.parametrize("function, calls, missing", [  # before the first step, and checkpoint;
+    ("evaluate", 0, False), ("boxed_reward", 1, False),  # in an evaluation of the middle, and last
+    ("evaluate", 1, True), ("evaluate", 2, False)])
+def test_the_demo_killed_and_resumed(function, calls, missing, demo, monkeypatch, capsys):
+    demo(FEW + "whole")
+    wanted = read("whole/results.json")
+    works = getattr(gsm8k_demo, function)
+    with monkeypatch.context() as patch, pytest.raises(IndexError):
+        left = [works] * calls
+        patch.setattr(gsm8k_demo, function, lambda *a, **options: left.pop()(*a, **options))
+        demo(FEW + "killed")
+    demo("--resume --output killed")  # its settings are remembered
+    if missing:
+        del wanted["step 2"]
+    assert read("killed/results.json") == wanted
+    assert ("step 2: missing" in capsys.readouterr().out) is missing
+
+
+@pytest.mark.parametrize("gap", [0.2, math.nan])
+def test_a_sampler_that_disagrees_is_warned_of(gap, demo, monkeypatch, capsys):
+    def steps(*arguments):
+        for metrics, learner in grpo.training_steps(*arguments):
+            yield metrics | {"sampler_gap": gap}, learner
+    monkeypatch.setattr(gsm8k_demo, "training_steps", steps)
+    demo("--rehearsal --steps 1 --prompts_per_step 1 --eval_questions 1")
+    assert "warning: sampler and scorer" in capsys.readouterr().out
 
 
 def test_any_text_prints_under_any_code_page():
@@ -1836,164 +1252,49 @@ def test_any_text_prints_under_any_code_page():
         runpy.run_path("gsm8k_demo.py", run_name="__main__")"""
     done = subprocess.run(
         [sys.executable, "-c", program, "--nonsense"], cwd=Path(grpo.__file__).parent,
-        env=os.environ | {"PYTHONIOENCODING": "cp1252"}, capture_output=True)
-    assert done.stdout.strip() == b"? ?", done.stderr
+        env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True)
+    assert b"? ?" in done.stdout
 
 
-# --- The rehearsal: one pre-trained model serves all of these ---
-@pytest.fixture(scope="module")
-def base():
-    before = torch.get_rng_state()
-    world = gsm8k_demo.rehearsal(0)
-    assert torch.equal(before, torch.get_rng_state())  # it draws from generators of its own
-    return world
-
-
-def test_test_problems_are_held_out(base):
-    words = "|".join([*gsm8k_demo.NAMES, *gsm8k_demo.THINGS])
-    # Whoever has whatever: the kind of problem and its numbers are left.
-    learned, tested = [
-        {re.sub(words, "_", example["prompt"][-1]["content"]) for example in data}
-        for data in base[2:]]
-    assert not learned & tested and len(tested) >= 256
-
-
-def rewards_of_another_question(prompts, completions, answer, **columns):
-    """The same rewards, given to the wrong answers: those of the group before."""
-    rewards = gsm8k_demo.boxed_reward(prompts, completions, answer)
-    return rewards[-8:] + rewards[:-8]  # there are 8 answers in a group
-
-
-@pytest.mark.parametrize("reward, least, most", [
-    (gsm8k_demo.boxed_reward, 0.8, 1.0), (rewards_of_another_question, 0.0, 0.6)])
-def test_the_rehearsal_learns_from_its_rewards_and_from_nothing_else(reward, least, most, base):
-    model, tokenizer, train_data, test_data = copy.deepcopy(base)
-    settings = gsm8k_demo.REHEARSAL | {"steps": 20}
-    settings.pop("eval_questions")
-    few = test_data.select(range(128))
-    before = gsm8k_demo.evaluate(model, tokenizer, few, 28, sampled=True)["sampled_accuracy"]
-    train(model, tokenizer, train_data, reward, GRPOConfig(**settings))
-    after = gsm8k_demo.evaluate(model, tokenizer, few, 28, sampled=True)["sampled_accuracy"]
-    assert before < 0.35 and least <= after <= most, (before, after)
-
-
-def test_evaluation_leaves_the_random_stream_alone_and_halves_its_batch(base):
-    model, tokenizer, _, test_data = copy.deepcopy(base)
-    some = list(test_data.select(range(8)))
-    state = torch.get_rng_state()
-    whole = gsm8k_demo.evaluate(model, tokenizer, some, 28, sampled=True)
-    assert torch.equal(state, torch.get_rng_state())
-    assert whole["questions"] == 8
-    model.get_input_embeddings().register_forward_pre_hook(small_card)
-    assert gsm8k_demo.evaluate(model, tokenizer, some, 28, sampled=True) == whole
-
-
-def test_the_demo_from_flags_to_files(base, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gsm8k_demo, "rehearsal", lambda seed: (copy.deepcopy(base[0]), *base[1:]))
-    flags = ("--rehearsal --steps 4 --prompts_per_step 4 --eval_questions 16 --eval_every 2 "
-             "--show_steps 2 --save_steps 2 --output")
-    folder = tmp_path / "whole"
-    run_demo(monkeypatch, flags, folder)
-    printed = capsys.readouterr().out
-    for words in ("before:", "after:", "arithmetic", "to go", "chosen on these questions"):
-        assert words in printed
-    whole = json.loads((folder / "results.json").read_text())
-    assert whole["before"]["questions"] == whole["after"]["questions"] == 16
-    assert json.loads((folder / "settings.json").read_text())["steps"] == 4
-    samples = (folder / "samples.jsonl").read_text().splitlines()
-    assert {json.loads(line)["step"] for line in samples} == {0, 1, 2, 4}
-    again = AutoModelForCausalLM.from_pretrained(folder)
-    assert again.generation_config.eos_token_id == [2, 0]
-    # The same, with an evaluation that fails after step 2, and a resume.
-    folder = tmp_path / "cut"
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=LOST):
-        patch.setattr(gsm8k_demo, "evaluate", preceded(gsm8k_demo.evaluate, fail, [2]))
-        run_demo(monkeypatch, flags, folder)
-    with pytest.raises(SystemExit, match="there steps is 4, here 5"):
-        run_demo(monkeypatch, "--resume --steps 5 --output", folder)
-    run_demo(monkeypatch, "--resume --output", folder)  # its settings are remembered
-    with pytest.raises(SystemExit, match="holds a run"):
-        run_demo(monkeypatch, flags, folder)
-    cut = json.loads((folder / "results.json").read_text())
-    for name in ("before", "step 2", "after", "best"):
-        assert cut[name] == whole[name]
-
-
-# --- The gallery of mistakes: every patch still applies, and the loud ones are still loud ---
-# Settings at which KL, clip and micro-batches matter within a step.
-ROUGH = dict(steps=1, prompts_per_step=8, warmup_steps=0, num_iterations=3, learning_rate=1e-3,
-             beta=0.5)
-# Rotary positions do not mind a shift; and nearly all answers have one box.
-SILENT = {"healthy", "no positions", "first box"}
-
-
-def train_with(mistake, base, **settings):
-    model, tokenizer, train_data, _ = base
-    return gallery.train(mistake, copy.deepcopy(model), tokenizer, train_data, **settings)
-
-
-@pytest.fixture(scope="module")
-def healthy(base):
-    return train_with("healthy", base, **ROUGH)
-
-
-@pytest.mark.parametrize("mistake", gallery.GALLERY)
-def test_every_mistake_can_be_made_and_is_gone_afterwards(mistake, base, healthy):
-    functions = dict(vars(grpo))
-    wrong = train_with(mistake, base, **ROUGH)
-    assert vars(grpo) == functions
-    figures = [step[name] for step in wrong for name in gallery.FIGURES]
-    right = [step[name] for step in healthy for name in gallery.FIGURES]
-    if mistake not in SILENT:
-        assert figures != pytest.approx(right, rel=1e-5, abs=1e-7)
+# --- The gallery of mistakes: every one can be made, and the loud ones are still loud ---
+def test_every_mistake_can_be_made(base):
+    for mistake, changes in gallery.GALLERY.items():
+        if "code" in changes:
+            train_with(mistake, base, steps=1, prompts_per_step=2)
 
 
 @pytest.mark.parametrize("mistake, steps, figure, least, most", [
-    ("sign of loss", 8, "reward_mean", 0.0, 0.6),
-    ("box alone", 8, "zero_variance_fraction", 0.8, 1.0),
-    ("targets not shifted", 1, "sampler_gap", 5.0, 20.0),
-])
+    ("sign of loss", 5, "reward_mean", 0, 0.55), ("sampled at 0.6", 1, "sampler_gap", 0.005, 0.05),
+    ("box alone", 5, "zero_variance_fraction", 0.7, 1),
+    ("one end token known", 1, "truncated_fraction", 1, 1),
+    ("targets not shifted", 1, "sampler_gap", 5, 20)])
 def test_loud_mistakes_still_show(mistake, steps, figure, least, most, base):
-    last = train_with(mistake, base, steps=steps, warmup_steps=2)[-1]
+    _, last = train_with(mistake, base, steps=steps, warmup_steps=2)
     assert least <= last[figure] <= most
 
 
 # --- The README ---
 README = Path(grpo.__file__).with_name("README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-def readme_block(sign):
-    """The README's one block of Python that has `sign` in it."""
-    [found] = [block for block in re.findall(r"```python\n(.*?)```", README, re.S) if sign in block]
-    return found
+def test_what_the_readme_names_exists(base):
+    assert set(re.findall(r"--(\w+)", README)) <= KNOBS | {"help", "nproc_per_node"}
+    _, figures = train_with("healthy", base, steps=1)
+    for cell in re.findall(r"^\| (`[^|]*)", README, re.M):  # of tables of figures and settings
+        assert set(re.findall(r"`(\w+)`", cell)) <= KNOBS | set(figures), cell
+    assert re.search("^python3 -m venv .venv .*pytest", README, re.M)  # what .ci/run looks for
 
 
-def test_the_readmes_flags_exist():
-    known = {"help", "nproc_per_node"}  # argparse's, and torchrun's
-    for record in (GRPOConfig, gsm8k_demo.DemoConfig):
-        known |= {field.name for field in dataclasses.fields(record)}
-    flags = set(re.findall(r"--(\w+)", re.sub(r".*\.ci/gallery.*", "", README)))
-    assert len(flags) > 20 and flags <= known, flags - known
-
-
-def test_the_readmes_own_reward_trains(monkeypatch, tmp_path, capsys):
-    world = tiny_model(), tiny_tokenizer(), None, None
-    monkeypatch.setattr(gsm8k_demo, "rehearsal", lambda seed: world)
-    monkeypatch.chdir(tmp_path)
-    values = {}
-    exec(readme_block("right_and_short"), values)
-    assert len(values["history"]) == 20
-    assert " -> " in capsys.readouterr().out
-    assert (tmp_path / "runs/mine/model.safetensors").exists()
-
-
-def test_the_readmes_script_for_several_gpus_is_python_and_has_our_settings():
-    block = readme_block("GRPOTrainer")
-    compile(block, "several.py", "exec")
-    config = GRPOConfig()
-    for name in ("learning_rate", "warmup_steps", "num_generations", "max_completion_length",
-                 "temperature", "beta", "epsilon", "save_steps"):
-        assert float(re.search(rf"\b{name}=([\w.-]+)", block)[1]) == getattr(config, name), name
-    assert f"max_steps={config.steps}," in block
-    assert "8, gradient_accumulation_steps=32 // gpus" in block
-    assert config.prompts_per_step * config.num_generations == 8 * 32
+@cases("block", dict(enumerate(BLOCKS)))
+def test_the_readmes_python_does_what_it_says(block, demo, capsys):
+    if "trl" in block:  # too large to run: but its settings are ours
+        compile(block, "several.py", "exec")
+        for name, value in vars(GRPOConfig()).items():
+            for written in re.findall(rf"\b{name}=([^\s,]+)", block):
+                assert eval(written) == value, name
+        return
+    exec(block, {})
+    [promised] = re.findall(r"^print.*  # ([^;\n]*)", block, re.M)
+    printed = capsys.readouterr().out.replace("->", "")
+    near(numbers(printed), numbers(promised.replace("->", "")), 0.15)
