@@ -8,6 +8,7 @@ Prints the accuracy on 256 held-out problems and some steps' figures; --out FILE
 """
 
 import argparse
+import ast
 import copy
 import json
 import sys
@@ -58,7 +59,7 @@ GALLERY = {
     "one end token known": {"code": ("return sorted(found)", "return sorted(found)[:1]")},
     "no end in the mask": {"code": ("min(ends, default=cap - 1) + 1",
                                     "max(1, min(ends, default=cap))")},
-    "padded right": {"code": ('pad_rows(distinct, "left",', 'pad_rows(distinct, "right",')},
+    "padded right": {"code": ("pad_rows(distinct, 'left',", "pad_rows(distinct, 'right',")},
     "no positions": {"code": ("(mask.cumsum(dim=1)", "(torch.ones_like(mask).cumsum(dim=1)")},
     "targets not shifted": {"code": ("(out.logits, ids[:, 1:],", "(out.logits, ids[:, :-1],")},
     "cap 16": {"max_completion_length": 16},
@@ -80,7 +81,7 @@ GALLERY = {
     "beta 1": {"beta": 1.0},
     "max for min": {"code": ("torch.min(ratio", "torch.max(ratio"), **FOUR_PASSES},
     "no clip": {"epsilon": 1e6, **FOUR_PASSES},
-    "old anew": {"code": ('pad_logprobs(answers, "old_logprobs").to(mask.device)',
+    "old anew": {"code": ("pad_logprobs(answers, 'old_logprobs').to(mask.device)",
                           "logprobs.detach()"), **FOUR_PASSES},
     # The update
     "micro-batches alike": {"code": ("(loss * share).backward()", "loss.backward()"),
@@ -96,7 +97,8 @@ GALLERY = {
 
 def with_other_code(right, wrong):
     """grpo.py as another module, in which `wrong` stands wherever `right` stood."""
-    source = Path(grpo.__file__).read_text(encoding="utf-8")
+    tree = ast.parse(Path(grpo.__file__).read_text(encoding="utf-8"))
+    source = ast.unparse(tree)  # the code without comments, however its lines were broken
     if right not in source:
         raise ValueError(f"grpo.py has no {right!r} any more")
     module = ModuleType("grpo")
