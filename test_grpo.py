@@ -233,7 +233,6 @@ def test_masked_mean():
 
 # --- The loss, against one slow loss ---
 def slow_loss(row, logprobs, old, ref, advantages, mask):
-    """One token at a time. The cap is 7."""
     config = grpo.GRPOConfig(**VARIANTS[row[0]])
     losses = torch.zeros_like(old)
     for i, t in mask.nonzero().tolist():
@@ -300,6 +299,7 @@ def test_the_loss_is_the_slow_one_and_dirt_stays_where_it_is(row):
     assert str(tensors) == before  # arguments are left alone
     assert t64([loss, *metrics.values()]).isfinite().all() and slope.isfinite().all()
     near(slope[1:], right_slope[1:])  # no other answer is harmed
+    assert set(run_loss(row, *tensors[:4], 0 * MASK)[2].values()) == {0.0}  # no token at all
 
 
 @pytest.mark.parametrize("i, shape", list(enumerate([[5], [1, 5], [6, 1], [6, 1], [5]])))
