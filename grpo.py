@@ -55,8 +55,8 @@ the parts of that step, 12 to 14 make it a run, and 15 has its relatives. Probab
 natural logarithms (in nats). The mathematics can be pasted elsewhere: the loss with all of sections
 3 to 6 and `kl_estimate` (15); `token_logprobs` with `read` and `log_probability` (8).
 
-Differences from the papers: log-ratios are limited, so that nothing overflows, and answers may be
-sampled and scored in bfloat16 while the weights stay in float32. Left out: a learned reward model,
+Differences from the papers: log-ratios are limited, so that e^x does not overflow, and answers may
+be sampled and scored in bfloat16 while weights stay in float32. Left out: a learned reward model,
 a second network that predicts rewards (PPO's critic), a new reference now and then, several GPUs.
 """
 
@@ -116,8 +116,8 @@ def extract_boxed(text):
 def read_number(text):
     r"""The number that a person would read in `text`, as a float, or None if it is not a number.
 
-    "1,000", "1{,}000", "$1000", "\$1000", "1000%", "1000." and "1000.00" are all one thousand
-    (units are not compared). "1_000", "nan", "12,34" and digits of other scripts are no numbers."""
+    "1,000", "1{,}000", "$1000", "\$1000", "1000%", "1000." and "1000.00" are all one thousand.
+    "1_000", "nan", "12,34", "5 kg" and digits of other scripts are no numbers."""
     text = text.replace("{,}", ",")  # LaTeX writes 1{,}000 for 1,000
     text = re.sub(r"\\?[$%]", " ", text).strip()  # $18, \$18, 50%, 50\%
     text = text.removesuffix(".").strip()  # the full stop of a sentence
@@ -221,8 +221,8 @@ def group_advantages(rewards, scale_rewards="group"):
 # the equation on top, which makes it a mean, is a choice: section 6.)
 #
 # A baseline b, the same number for all draws, does not bend the direction: it adds only
-# b * sum(grad pi) = b * grad 1 = 0. (The group's mean contains R_i itself, with weight 1/G. That
-# makes the mean gradient (G - 1) / G times as long.) The std changes how much a question counts.
+# b * sum(grad pi) = b * grad 1 = 0. (The group's mean has R_i itself in it, with weight 1/G, so
+# the mean gradient is (G - 1) / G times as long.) The std bends it a bit, and reweighs questions.
 #
 # But the answers were drawn by pi_old, and after an update pi_theta is another policy. So the
 # objective is r * A, with the ratio r = pi_theta / pi_old. The weight r turns a mean over tokens of
@@ -233,13 +233,13 @@ def group_advantages(rewards, scale_rewards="group"):
 # Far from r = 1 a few tokens with huge ratios would outweigh all others. So the objective becomes
 # min(r A, clip(r) A), where clip limits r to between 1 - eps and 1 + eps. As soon as r has gone far
 # enough *in the direction that pays*, the min takes the clipped branch, which is constant: no
-# gradient, no further push from this token.
+# gradient, no further push from this token. In the other direction nothing limits the push back.
 
 def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
-    """min(r A, clip(r, 1 - eps, 1 + eps_high) A) per token (PPO, arXiv:1707.06347, equation 7).
+    """PPO's "surrogate" objective (arXiv:1707.06347, equation 7) per token, to be maximised:
+    min(r A, clip(r, 1 - eps, 1 + eps_high) A). Ratios (N, T), advantages (N,) -> (N, T).
 
-    Ratios (N, T), advantages (N,) -> (N, T), to be maximised. `epsilon_high` defaults to `epsilon`;
-    an `epsilon` of 1 or more removes the lower bound."""
+    `epsilon_high` defaults to `epsilon`; an `epsilon` of 1 or more removes the lower bound."""
     if epsilon_high is None:
         epsilon_high = epsilon
     clipped_ratio = ratio.clamp(1 - epsilon, 1 + epsilon_high)  # (N, T)
@@ -283,7 +283,7 @@ def k3_kl(logprobs, ref_logprobs):
     is exactly KL(pi_theta || pi_ref): the middle term alone has that mean, and the others cancel,
     since the mean of pi_ref/pi_theta is sum(pi_theta * pi_ref/pi_theta) = sum(pi_ref) = 1. It is
     never negative, since e^x >= 1 + x. With the fraction upside down it estimates something else.
-    Value and gradient are finite for any finite input."""
+    Value and gradient are finite for any finite input (but not in float16)."""
     # 50 keeps e^x from overflowing; -1e30 is only for a difference that is itself -inf.
     log_ratio = (ref_logprobs - logprobs).clamp(-1e30, 50)  # (N, T) log(pi_ref / pi_theta)
     return torch.expm1(log_ratio) - log_ratio  # expm1(x) is e^x - 1, without losing small x
@@ -836,8 +836,8 @@ def update(learner, answers, config):
     """Learn from answers: num_iterations passes of num_mini_batches updates each.
 
     Returns metrics, mostly averaged over the tokens learned from or over the updates. An update
-    whose gradient is not finite is skipped; FloatingPointError after three steps with no other. The
-    model stays in eval mode: with dropout, pi_theta and pi_old would be different networks."""
+    whose gradient is not finite is skipped; FloatingPointError after three steps of nothing else.
+    The model stays in eval mode: with dropout, pi_theta and pi_old would be different networks."""
     results = []  # the metrics of micro-batches
     norms = []  # the lengths of the updates' gradients
     for _ in range(config.num_iterations):
@@ -1039,7 +1039,7 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
     done = len(learner.history)
     bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, unit="step")
     for step in bar:
-        # The learning rate goes up linearly, then down, to 0 after the last step.
+        # The learning rate goes up linearly over warmup_steps, then down, to 0 after the last step.
         up = step / max(1, config.warmup_steps)
         down = (config.steps + 1 - step) / max(1, config.steps + 1 - config.warmup_steps)
         learner.optimizer.param_groups[0]["lr"] = config.learning_rate * min(up, down)
@@ -1056,12 +1056,14 @@ def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None
 
 
 def check_prompts(model, tokenizer, dataset, config):
-    """Refuse prompts that do not fit, before the first step and not at the 812th."""
+    """Refuse data that do not fit, before the first step and not at the 812th."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     room = context - config.max_completion_length
     if not len(dataset):
         raise ValueError("the data set is empty")
     for place, example in enumerate(dataset):
+        if example.keys() != dataset[0].keys():
+            raise ValueError(f"row {place} has the columns {list(example)}, not {list(dataset[0])}")
         length = len(encode_prompt(tokenizer, example["prompt"]))
         if length > room:
             raise ValueError(f"prompt {place} has {length} tokens, and there is room for {room}: "
@@ -1171,8 +1173,8 @@ def open_folder(folder, learner, config, resume):
 #              dynamic_sampling > 0, beta=0, and `overlong_penalty` added to the reward
 #   GSPO       importance_sampling_level="sequence" (arXiv:2507.18071): all tokens of an answer have
 #              the same ratio, the geometric mean of theirs. It stays much closer to 1, so the paper
-#              takes epsilon=3e-4, epsilon_high=4e-4. (Some code takes the product: then 1 % a token
-#              is a factor of 20 after 300 tokens, outside of every clip)
+#              takes epsilon=3e-4, epsilon_high=4e-4. With one update a step it is GRPO. (Some code
+#              takes the product: 1 % a token is a factor of 20 after 300 tokens, beyond any clip)
 #   TRL        use_bias_correction_kl=True, its default as of 1.16. The answers were drawn from
 #              pi_old; multiplying by r makes the mean of the KL a mean over pi_theta's tokens
 #
