@@ -71,7 +71,7 @@ def near(actual, expected, tolerance=1e-12):
 
 # --- The worked numbers of the documents ---
 # Of an article, a chapter of a book on RLHF with a script, an explainer and a course; the README
-# has their titles and errors. Where one is wrong, what it prints is the last column of a row.
+# has their titles and errors. Where one is wrong, the last column is its figure, or its code's.
 def advantages(rewards, scale_rewards="group"):
     return group_advantages(numbers(rewards), scale_rewards)
 
@@ -98,11 +98,12 @@ def script(loss_type):
     "article: mean, std and advantages of five; its code has rewards.std(), over G - 1":
         (statistics, "2 3.5 1 4 2.5", "2.6 1.067708 -0.561951 0.842927 -1.498537 1.31122 -0.093659",
                                       "2.6 1.068    -0.503    0.754    -1.34     1.173   -0.084"),
-    "article: one right answer in DeepSeek-R1's group of 16; it has the root of 63, as of 64":
+    "article: one right of DeepSeek-R1's 16, the root of 15; its 64 would give that of 63":
         (advantages, "1.5" + 15 * " 0.5", "3.872983" + 15 * " -0.258199",
                                           "7.937254" + 15 * " -0.125988"),
-    "article, explainer: pi_ref/pi_theta = 2; the book has the KL's sign in the loss wrong":
-        (lambda row: k3_kl(*numbers(row).log()), "0.2 0.4", "0.306853", "-0.307"),
+    "article, explainer: k3 at pi_ref/pi_theta = 2, as loss at A = 0; the book's sign is wrong":
+        (lambda row: grpo_loss(*numbers(row).log().view(3, 1, 1), t64([0]), t64([[1]]), beta=1)[0],
+         "0.2 0.2 0.4", "0.306853", "-0.306853"),
     "book: the means of two answers, the mean of those, and that of all tokens, 33/15":
         (lambda x: [*masked_mean(x, x, dim=1), average(x, x), average(x, x, "dapo")],
          numbers("1 1 1 1 10 0 0 0 0 0  1 1 1 1 1 1 1 1 1 10").view(2, 10),
@@ -113,7 +114,7 @@ def script(loss_type):
         (script, "dapo", "2 0.181818 0.181818", "1 0.2338 0.2338"),
     "DAPO's paper, equation 13: lengths for a cap of 20 and a buffer of 8":
         (lambda row: overlong_penalty(numbers(row), 20, 8), "1 12 13 20 23", "0 0 -0.125 -1 -1"),
-    "course: rewards; its pattern also takes 63 without a box, and reads the first box":
+    "course: rewards; its apple table pays 1.0 without a box, its pattern reads the first box":
         (lambda texts: [rule_reward(text, "63") for text in texts],
          [r"9 * 7 = \boxed{63} eggs.", r"\boxed{50}.", "It is 63.", r"\boxed{50}? No: \boxed{63}"],
          "1.5 0.5 0 1.5", "1.5 0.5 1 0.5"),
@@ -137,7 +138,7 @@ def test_the_documents_numbers(row):
     computed = torch.as_tensor(compute(given)).flatten()
     near(computed, numbers(right), 1e-6)
     for printed in misprint:
-        assert (computed - numbers(printed)).abs().max() > 0.005, "it may be rounding"
+        assert (computed - numbers(printed)).abs().max() > 0.005, "the table: this may be rounding"
 
 
 # --- The reward ---
@@ -183,7 +184,7 @@ def test_boxes_are_read_as_a_person_would(rows):
 @pytest.mark.parametrize(
     "piece", r"\boxed{ \boxed{} \boxed { } \ \{ 9 9, ,000 {,} $ - . 1e9".split() + [". ", *" \n"])
 def test_hostile_text_takes_linear_time(piece):
-    # A linear reader needs tenths of a second. A quadratic one fails at one of the small sizes.
+    # A linear reader needs tenths of a second. Small sizes first: a quadratic one shall not hang.
     for size in (10_000, 30_000, 100_000, 300_000):
         body = piece * (size // len(piece))
         started = time.process_time()
@@ -201,7 +202,7 @@ def test_hostile_text_takes_linear_time(piece):
     ("rloo", "0 1 1 2", "-1.33333333 0 0 1.33333333"),  # 2 - 2/3, the mean of the others
     ("batch", "0 1 1 2", "-1.41421356 0 0 1.41421356"),  # over the std of 0 1 1 2 and 2 2 2 2
     ("group", "0 1e-9", "-1 1"), ("group", "1 1.0000026", "-1 1"),  # not quite equal
-    # Equal rewards, though their mean may differ in the last digit: exactly 0.
+    # Equal, or to within a millionth, which may be rounding: exactly 0.
     ("group", "1 1.0000004", "0 0"), ("group", "100000001 100000000 100000000", "0 0 0"),
     ("rloo", "0.30000000000000004 0.3 0.3", "0 0 0"),  # 0.1 + 0.2, and 0.3
     ("group", "0 0 0", "0 0 0"), ("batch", 7 * "-0.7 ", 7 * "0 "),
@@ -214,26 +215,29 @@ def test_advantages(scale, rewards, right):
 
 
 # --- k3 and the masked mean: values and gradients ---
-def test_k3_where_the_policies_are_far_apart_or_nearly_the_same():
+def test_k3_far_apart_nearly_the_same_and_in_the_mean():
     x = numbers("1e-6 0.5 99 -30")  # log(pi_theta / pi_ref)
     near(k3_kl(x, 0 * x) / numbers("5e-13 0.10653066 98 1.0686475e13"), 0 * x + 1, 1e-6)
     slopes = gradient(lambda x: k3_kl(x, 0 * x).sum(), x)
     near(slopes / numbers("1e-6 0.39346934 1 -1.0686475e13"), 0 * x + 1, 1e-6)
-    assert k3_kl(t64([1e308, -1e308]), t64([-1e308, 1e308])).isfinite().all()
+    assert k3_kl(*torch.tensor([[3e38, -3e38], [-3e38, 3e38]])).isfinite().all()  # in float32
+    near(POLICY @ k3_kl(POLICY.log(), REFERENCE.log()), exact_kl(POLICY, REFERENCE))  # unbiased
 
 
 def test_masked_mean():
     values = numbers("1 3 nan inf nan 7 8 nan -inf").view(3, 3)
     mask = numbers("1 1 0 0 0 0 1 0 0").view(3, 3)
     near([masked_mean(values, mask), average(values, mask)], [4, (2 + 0 + 8) / 3])
+    near(masked_mean(t64([[1, 2], [3, 6]]), t64([0, 1])), 4)  # one mask for all rows
     near(gradient(lambda x: masked_mean(x, mask), values), mask / 3)
     # Only what is masked may disappear: to hide more would hide a broken model.
-    assert masked_mean(values, 1 + mask).isnan()
+    assert masked_mean(values, torch.ones(3, 3)).isnan()
 
 
 # --- The loss, against one slow loss ---
-def slow_loss(row, logprobs, old, ref, advantages, mask):
-    config = grpo.GRPOConfig(**VARIANTS[row[0]])
+def slow_loss(row, logprobs, old, ref, advantages, mask):  # row: a variant, and a loss_type
+    config = GRPOConfig(**VARIANTS[row[0]])
+    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     losses = torch.zeros_like(old)
     for i, t in mask.nonzero().tolist():
         A = advantages[i]
@@ -241,7 +245,7 @@ def slow_loss(row, logprobs, old, ref, advantages, mask):
         ratio = ratios[t]
         if config.importance_sampling_level == "sequence":
             ratio = ratios.prod() ** (1 / len(ratios))
-        bound = 1 + (config.epsilon_high or config.epsilon) if A > 0 else 1 - config.epsilon
+        bound = 1 + high if A > 0 else 1 - config.epsilon
         x = logprobs[i, t] - ref[i, t]  # log(pi_theta / pi_ref)
         kl = {"low_var_kl": (-x).exp() + x - 1, "kl": x, "abs": x.abs(), "mse": x * x / 2}
         weight = config.beta * ratio if config.use_bias_correction_kl else config.beta
@@ -262,7 +266,7 @@ def batch():
 ROWS, *_, MASK = batch()
 VARIANTS = {  # the settings that are not the defaults
     "the papers": {}, "no KL": {"beta": 0}, "clip-higher": {"epsilon_high": 0.28},
-    "much k1": {"epsilon": 0.1, "epsilon_high": 0.05, "beta": 0.5, "kl_penalty_type": "kl"},
+    "much k1": {"epsilon": 0.1, "epsilon_high": 0, "beta": 0.5, "kl_penalty_type": "kl"},
     "no lower bound": {"epsilon": 1.5, "epsilon_high": 0.1, "kl_penalty_type": "abs"},
     "TRL": {"beta": 0.3, "use_bias_correction_kl": True},
     "corrected k2": {"kl_penalty_type": "mse", "use_bias_correction_kl": True},
@@ -292,13 +296,13 @@ def test_the_loss_is_the_slow_one_and_dirt_stays_where_it_is(row):
         near(loss, right.detach())
         near(slope, right_slope)
         assert t64(list(metrics.values())).isfinite().all()
-    tensors = batch()
+    tensors = [tensor.float() for tensor in batch()]
     tensors[1][0, 1] -= 1000  # a wild token: e^1000 likelier than under pi_old
     before = str(tensors)
     loss, slope, metrics = run_loss(row, *tensors)
     assert str(tensors) == before  # arguments are left alone
     assert t64([loss, *metrics.values()]).isfinite().all() and slope.isfinite().all()
-    near(slope[1:], right_slope[1:])  # no other answer is harmed
+    near(slope[1:], right_slope[1:], 1e-6)  # no other answer is harmed
     assert set(run_loss(row, *tensors[:4], 0 * MASK)[2].values()) == {0.0}  # no token at all
 
 
@@ -315,10 +319,8 @@ def test_wrong_shapes_are_refused(i, shape):
     "inf": lambda: advantages("1 inf"), "'std'.*rloo": lambda: advantages("1 2", "std"),
     "'mean'.*dapo": lambda: average(ROWS, MASK, "mean"),
     "max_completion_length": lambda: average(ROWS, MASK, "dr_grpo"),
-    "'k3'.*low_var_kl": lambda: grpo_loss(*batch(), kl_penalty_type="k3"),
-    "'answer'.*sequence": lambda: grpo_loss(*batch(), importance_sampling_level="answer"),
     "ref_logprobs are needed": lambda: grpo_loss(ROWS, ROWS, None, ROWS[:, 0], MASK)}.items())
-def test_what_makes_no_sense_is_refused(said, call):
+def test_impossible_arguments_are_refused(said, call):
     with pytest.raises(ValueError, match=said):
         call()
 
@@ -366,23 +368,20 @@ def test_what_the_loss_descends_in_the_mean(drawn_from, settings, kl):
     """20 answers of one word, each as often as it is drawn from pi_old. Nothing is clipped."""
     rewards = numbers("0 2 1 5 3")  # of the five words
     words = torch.arange(5).repeat_interleave((20 * drawn_from).round().long())
-
     def loss(logits):
         logprobs = logits.log_softmax(0)
         # pi_old and pi_ref are constants, even if the same graph made them.
         policies = [POLICY, drawn_from, REFERENCE]
         tensors = [(logprobs + (other / POLICY).log())[words].unsqueeze(1) for other in policies]
-        advantages = (rewards - 7)[words]  # a baseline makes no difference
+        advantages = (rewards - 7)[words]  # a baseline makes no difference; logprobs < 0: all
         return grpo_loss(*tensors, advantages, tensors[0] < 0, beta=1, epsilon=99, **settings)[0]
-
     right = gradient(lambda x: kl(x.softmax(0)) - x.softmax(0) @ rewards, POLICY.log())
     near(gradient(loss, POLICY.log()), right)
-    near(POLICY @ k3_kl(POLICY.log(), REFERENCE.log()), exact_kl(POLICY, REFERENCE))  # unbiased
 
 
 # --- Parity with TRL 1.16: its figures, and where it is installed its own code ---
 def trl_loss(row, logprobs, old, ref, advantages, mask):
-    """GRPOTrainer._compute_loss, on a trainer that has just what that method looks at."""
+    """GRPOTrainer._compute_loss on a mock trainer: what is not set here is a mock, and true."""
     trl = pytest.importorskip("trl", reason="TRL is not installed: its figures had to do")
     if not trl.__version__.startswith("1.16."):
         pytest.skip(f"the parity is with TRL 1.16, and this is {trl.__version__}")
@@ -420,7 +419,7 @@ def test_loss_and_gradient_are_trls(row, figures):
 # --- Pasted under its imports, this much of grpo.py works in another project ---
 @pytest.mark.parametrize("imports, names, arguments", [  # the last of the functions is called
     ("re", "extract_boxed read_number rule_reward", [r"\boxed{63}", "63.0"]),
-    ("torch", "group_advantages", [ROWS]),
+    ("torch", "group_advantages", [MASK.long()]),
     ("torch", "masked_mean average clipped_surrogate k3_kl kl_estimate grpo_loss", batch()),
     ("torch.nn.functional as F", "read log_probability token_logprobs",
      [lambda **_: SimpleNamespace(logits=torch.zeros(6, 3, 4)), MASK.long(), MASK.long(), 2])])
@@ -544,7 +543,7 @@ def test_answers_and_their_logprobs(family, padding, temperature):
 
 
 def test_tokens_are_drawn_from_the_softmax_and_from_nothing_else():
-    """All end tokens are known, from two configs and the tokenizer."""
+    """And every end token is known: from two configs and the tokenizer."""
     model = tiny_model(initializer_range=0.2, eos_token_id=PAD)
     # What a checkpoint brings along, and `generate` obeys. Qwen2.5 says 20, 0.8 and 1.1.
     vars(model.generation_config).update(eos_token_id=END, top_k=5, top_p=.8, repetition_penalty=2)
@@ -564,7 +563,7 @@ def test_a_point_on_a_border_belongs_to_the_later_token(monkeypatch):
     assert draw_tokens(logits, 1.0).tolist() == list(drawn.values())
     assert draw_tokens(logits * NAN, 1.0).max() < 6  # still a token
     # One likely token and 149,999 rare ones, whose borders would be a few numbers in float32.
-    points = t64([[1 - 1e-8 * k] for k in range(5)])
+    points = t64([[1 - 1e-8 * k] for k in range(5)])  # the patch hands out these now
     assert len(draw_tokens(23 * torch.eye(1, 150_000).expand(5, -1), 1.0).unique()) == 5
 
 
@@ -588,7 +587,7 @@ LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_
 VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 FAMILIES = {  # what each has beside the settings that all have
     "qwen2": {}, "qwen3": {}, "llama": {}, "phi3": {}, "mistral": {"sliding_window": 3},
-    "gpt2": {}, "bloom": {}, "mpt": {},  # learned positions, or a bias for distance
+    "gpt2": {}, "bloom": {"max_position_embeddings": None}, "mpt": {},  # two have no positions
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]], num_layers=2, window_size=3),
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, **WINDOW), "qwen3_moe": EXPERTS,
     "gemma2": dict(final_logit_softcapping=2.0, **GEMMA), "gemma3_text": GEMMA,  # capped logits
@@ -658,14 +657,14 @@ def uneven_reward(prompts, completion_ids, **columns):
 
 
 def slow_step(model, reference, optimizer, groups, config):
-    """One answer at a time. Returns what the log must say of the step."""
+    """One answer at a time (advantages and KL are tested above). Returns what the log must say."""
     answers = sum(groups, [])
     prompts = [answer.example["prompt"] for answer in answers]
     assert [answer.prompt_ids for answer in answers] == TOKENIZER(prompts)["input_ids"]
     rewards = t64(uneven_reward(prompts, [answer.ids for answer in answers])).view(len(groups), -1)
     advantages = group_advantages(rewards, config.scale_rewards)
     near([answer.advantage for answer in answers], advantages.flatten())
-    answers.sort(key=lambda answer: -len(answer.ids))
+    answers.sort(key=lambda answer: -len(answer.ids))  # as update() has them: the same shuffle
     old = [slow_logprobs(model, answer, config.temperature).detach() for answer in answers]
     ref = [slow_logprobs(reference, answer, config.temperature).detach() for answer in answers]
     drawn = torch.cat([answer.sampler_logprobs for answer in answers])
@@ -722,6 +721,7 @@ OPTIONS = {
     "gspo": {"importance_sampling_level": "sequence"}, "k2": {"kl_penalty_type": "mse"},
     "r-times-kl": {"use_bias_correction_kl": True}, "batch-std": {"scale_rewards": "batch"},
     "in-three": {"num_mini_batches": 3}, "one-by-one": {"micro_batch_size": 1},
+    "twice": dict(num_iterations=2, learning_rate=5e-3),
     "2x2": dict(num_iterations=2, num_mini_batches=2, learning_rate=5e-3),
     "tight-clip": dict(epsilon=0.02, epsilon_high=0.01), "short-step": {"max_grad_norm": 0.05},
     "no-cuts": dict(mask_truncated_completions=True, max_completion_length=12),
@@ -732,7 +732,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", """grpo, grpo 2x2 one-by-one, dapo one-by-one, grpo in-three no-kl,
 dr_grpo 2x2 one-by-one, dr_grpo no-kl, dapo 2x2 no-kl, grpo no-kl one-group, grpo no-cuts,
-dapo in-three no-kl no-cuts, grpo 2x2 tight-clip, grpo 2x2 short-step, grpo 2x2 k2, grpo dynamic,
+dapo in-three no-kl no-cuts, grpo 2x2 tight-clip, grpo 2x2 short-step, grpo twice k2, grpo dynamic,
 grpo 2x2 batch-std, grpo 2x2 gspo, dapo 2x2 r-times-kl""".replace("\n", " ").split(", "))
 def test_steps_are_those_of_the_slow_way(name):
     run = dict(UPDATE)
@@ -759,9 +759,10 @@ def test_steps_are_those_of_the_slow_way(name):
         moved = (weights_of(model) - start).norm()
         assert (weights_of(model) - weights_of(slow_model)).norm() <= 1e-3 * moved
     assert (learner.reference is None) == (config.beta == 0)
+    copy.deepcopy(learner.groups)  # bare numbers: of tensors with a graph there is no copy
 
 
-@pytest.mark.parametrize("letters, drawn", [("ad", 8), ("eb", 2)])
+@pytest.mark.parametrize("letters, drawn", [("ad", 8), ("eb", 2), ("deb", 3)])
 def test_dynamic_sampling_asks_no_more_than_it_has_to(letters, drawn):
     data = [{"prompt": letter} for letter in letters]
     step = go(reward=uneven_reward, data=data, steps=1, dynamic_sampling=3)[0]
@@ -776,9 +777,9 @@ def test_learning_rates(warmup, parts):
 
 
 def test_there_is_no_dropout():
-    """Nor in the first samples, nor in the reference, though the model comes in train mode."""
+    """Nor in the first samples or the reference. The model comes in train mode, and in float64."""
     plain = tiny_model("gpt2", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-    assert go(model=tiny_model("gpt2").train(), stop=3) == go(model=plain, stop=3)
+    assert go(model=tiny_model("gpt2").double().train(), stop=3) == go(model=plain, stop=3)
 
 
 # --- Precision: bfloat16 over float32 masters, here on the CPU ---
@@ -839,20 +840,21 @@ def asked_after_one_that_fits(prompt, family="qwen2"):
     "prompt 1 has 61 .* room for 59": lambda: asked_after_one_that_fits(FITS + "a a", "gemma3"),
     "no answer could end": lambda: end_token_ids(Mock(generation_config=None, config=None), None),
     "batches is 9": lambda: go(num_mini_batches=9), "data set is empty": lambda: go(data=[]),
-    "needs the output_dir": lambda: go(resume=True), "NoneType": lambda: rewarded([None] * 8),
+    "row 1 has the columns": lambda: go(data=[{"prompt": "a", "answer": "b"}, {"prompt": "a"}]),
+    "needs the output_dir": lambda: go(resume=True),
     "int32.*quantiz": lambda: go(model=tiny_model().requires_grad_(False).type(torch.int32)),
     "float8.*quantiz": lambda: go(model=tiny_model().type(torch.float8_e4m3fn)),
     "returned 7 ": lambda: rewarded([1] * 7), "returned 9 ": lambda: rewarded([1] * 9),
     "returned nan": lambda: rewarded([NAN] * 8), "returned inf": lambda: rewarded([math.inf] * 8),
 }.items())
-def test_what_cannot_be_is_refused(words, call):
-    with pytest.raises((ValueError, TypeError), match=words):
+def test_impossible_models_prompts_and_rewards_are_refused(words, call):
+    with pytest.raises(ValueError, match=words):
         call()
 
 
 # --- The night: whatever ends a run, resumed it ends as if nothing had happened ---
 RUNS = {
-    "plain": {"seed": np.int64(3)},  # a number that a checkpoint may not hold
+    "plain": {"seed": np.int64(5000)},  # a number that a checkpoint may not hold
     "dynamic, several updates, in bfloat16": {  # many groups are equal, and are replaced
         "reward": lambda **given: [float(reward > 1) for reward in noisy_reward(**given)],
         "dynamic_sampling": 2, "num_iterations": 2, "num_mini_batches": 2, "beta": 0, "bf16": True},
@@ -881,7 +883,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RUNS)
-# Where the process is killed; in which call of it, counted from 1; the file that is left torn.
+# Where the process is killed; in which call of it, from 1; which argument is the file left torn.
 @cases("place, fatal, torn", {
     "after step 1": ((grpo, "set_seed"), 2, None), "after step 3": ((grpo, "set_seed"), 4, None),
     "in the reward of a later step": ((random, "gauss"), 28, None),
@@ -988,14 +990,12 @@ def test_out_of_memory_in_sampling_asks_fewer_questions_at_once(monkeypatch, cap
 
 # --- Gradients that are not finite, and none at all ---
 def test_only_three_failed_steps_in_a_row_end_a_run(tmp_path, monkeypatch, capsys):
-    calls = itertools.count(1)
+    # By what each update's gradient is multiplied. Of 1e25 the square, and so the length, is inf.
+    factors = iter([1, 1, NAN, 1e25, 1e25, NAN, 1, NAN, NAN, NAN, 1e25, 1e25, NAN, NAN])
 
     def broken_loss(*args, **kwargs):
-        """The gradient of a root at 0 is inf, and 0 * inf is NaN. The loss remains what it was."""
         loss, metrics = grpo_loss(*args, **kwargs)
-        if next(calls) not in (1, 2, 7):  # those of step 1, and one of step 4
-            loss = loss + (loss - loss.detach()).sqrt()
-        return loss, metrics
+        return loss * next(factors), metrics
     model = tiny_model()
     weights = [weights_of(model)]
     steps = steps_of(model, folder=tmp_path, num_iterations=2, steps=8)
@@ -1014,7 +1014,7 @@ def test_only_three_failed_steps_in_a_row_end_a_run(tmp_path, monkeypatch, capsy
 @cases("settings", {
     "equal": {"beta": 0, "reward": lambda completion_ids, **_: list(map(len, completion_ids))},
     "left out": {"mask_truncated_completions": True}})
-def test_where_no_answer_teaches_nothing_moves(settings, tmp_path):
+def test_nothing_moves_where_no_answer_teaches(settings, tmp_path):
     """Not even by Adam's momentum. After the first step all answers are cut, and equally long."""
     model = ending_model(2.0)
     before = weights_of(model.model)
@@ -1027,7 +1027,7 @@ def test_where_no_answer_teaches_nothing_moves(settings, tmp_path):
     assert moved == [True, False, False]
     nothing = dict.fromkeys(["loss", "grad_norm", "kl", "sampler_gap", "skipped_updates"], 0)
     for metrics in log_of(tmp_path)[1:]:
-        assert metrics == metrics | nothing  # all of that is in it
+        assert metrics == metrics | nothing  # these figures are 0
 
 
 # --- The reward's contract, data, seeds, edges ---
@@ -1055,7 +1055,7 @@ def test_every_question_once_an_epoch_in_an_order_that_is_the_seeds():
         assert sorted(epoch) == [question["prompt"] for question in QUESTIONS]
     assert epochs[0] != epochs[1] != epochs[2]
     assert asked(prompts_per_step=9, steps=2) == order[:18]  # more than there are
-    assert asked(prompts_per_step=7, steps=1, seed=4) != epochs[0]
+    assert asked(prompts_per_step=7, steps=1, seed=4) not in epochs
 
 
 def test_every_step_of_every_seed_draws_afresh_and_nothing_else_decides():
@@ -1078,6 +1078,7 @@ def test_a_model_learns_what_is_rewarded_and_else_nothing(order, least, most):
 
 
 @cases("logit, run, wanted", {  # the end tokens' logits are raised by this; run; metrics
+    "a broken model": (NAN, {"steps": 2}, {"entropy": 0, "skipped_updates": 1}),
     "logits of minus infinity": (-math.inf, {}, {"truncated_fraction": 1}),
     "the smallest sizes": (0.0, {"num_generations": 2, "prompts_per_step": 1, "data": QUESTIONS[:1],
                                  "max_completion_length": 1}, {"completion_length": 1})})
@@ -1087,7 +1088,7 @@ def test_steps_at_the_edge(logit, run, wanted, tmp_path):
         sample_seconds score_seconds update_seconds skipped_updates questions_seen""".split()
     go(model=ending_model(logit), folder=tmp_path, **run)
     for metrics in log_of(tmp_path):
-        assert metrics == metrics | wanted | {"skipped_updates": 0}
+        assert metrics == metrics | {"skipped_updates": 0} | wanted
         assert set(metrics) >= set(figures)
 
 
@@ -1217,8 +1218,8 @@ def test_the_demo_from_flags_to_files(demo, capsys):
         gsm8k_demo.load_model("whole")
 
 
-@pytest.mark.parametrize("function, calls, missing", [  # before the first step, and checkpoint;
-    ("evaluate", 0, False), ("boxed_reward", 1, False),  # in an evaluation of the middle, and last
+@pytest.mark.parametrize("function, calls, missing", [  # killed before step 1; before a checkpoint;
+    ("evaluate", 0, False), ("boxed_reward", 1, False),  # in the middle evaluation; in the last
     ("evaluate", 1, True), ("evaluate", 2, False)])
 def test_the_demo_killed_and_resumed(function, calls, missing, demo, monkeypatch, capsys):
     demo(FEW + "whole")
@@ -1245,7 +1246,7 @@ def test_a_sampler_that_disagrees_is_warned_of(gap, demo, monkeypatch, capsys):
     assert "warning: sampler and scorer" in capsys.readouterr().out
 
 
-def test_any_text_prints_under_any_code_page():
+def test_any_text_prints_in_ascii():
     program = """if True:
         import atexit, runpy
         atexit.register(print, chr(0x2588), chr(0x4E2D))  # the curves, and models, print such
@@ -1283,16 +1284,15 @@ def test_what_the_readme_names_exists(base):
     _, figures = train_with("healthy", base, steps=1)
     for cell in re.findall(r"^\| (`[^|]*)", README, re.M):  # of tables of figures and settings
         assert set(re.findall(r"`(\w+)`", cell)) <= KNOBS | set(figures), cell
-    assert re.search("^python3 -m venv .venv .*pytest", README, re.M)  # what .ci/run looks for
 
 
 @cases("block", dict(enumerate(BLOCKS)))
 def test_the_readmes_python_does_what_it_says(block, demo, capsys):
     if "trl" in block:  # too large to run: but its settings are ours
         compile(block, "several.py", "exec")
-        for name, value in vars(GRPOConfig()).items():
-            for written in re.findall(rf"\b{name}=([^\s,]+)", block):
-                assert eval(written) == value, name
+        written = dict(re.findall(r"\b(\w+)=([^\s,)]+)", block))
+        for name in {"beta", "loss_type", "use_bias_correction_kl"} | written.keys() & KNOBS:
+            assert eval(written[name]) == getattr(GRPOConfig(), name), name
         return
     exec(block, {})
     [promised] = re.findall(r"^print.*  # ([^;\n]*)", block, re.M)
