@@ -766,7 +766,7 @@ def test_steps_are_those_of_the_slow_way(name):
 def test_dynamic_sampling_asks_no_more_than_it_has_to(letters, drawn):
     data = [{"prompt": letter} for letter in letters]
     step = go(reward=uneven_reward, data=data, steps=1, dynamic_sampling=3)[0]
-    assert step["questions_seen"] == drawn
+    assert (step["questions_seen"], step["zero_variance_fraction"]) == (drawn, letters == "ad")
 
 
 @pytest.mark.parametrize("warmup, parts", [(2, [0.5, 1, 0.75, 0.5, 0.25]), (4, [0.25, 0.5])])
