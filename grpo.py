@@ -1061,9 +1061,10 @@ def check_prompts(model, tokenizer, dataset, config):
     room = context - config.max_completion_length
     if not len(dataset):
         raise ValueError("the data set is empty")
+    columns = list(dataset[0])
     for place, example in enumerate(dataset):
-        if example.keys() != dataset[0].keys():
-            raise ValueError(f"row {place} has the columns {list(example)}, not {list(dataset[0])}")
+        if set(example) != set(columns):
+            raise ValueError(f"row {place} has the columns {list(example)}, not {columns}")
         length = len(encode_prompt(tokenizer, example["prompt"]))
         if length > room:
             raise ValueError(f"prompt {place} has {length} tokens, and there is room for {room}: "
@@ -1234,8 +1235,7 @@ if __name__ == "__main__":
     answers = [r"3+2 = \boxed{5}", r"\boxed{5}", r"\boxed{6}", r"3-2 = \boxed{1}"]
     rewards = torch.tensor([rule_reward(answer, "5") for answer in answers])
     advantages = group_advantages(rewards)
-    # The 1.0 are padding: answers 2 and 3 have no second token.
-    probabilities = torch.tensor([[0.3, 0.2], [0.1, 1.0], [0.3, 1.0], [0.1, 0.2]])
+    probabilities = torch.tensor([[0.3, 0.2], [0.1, 1.0], [0.3, 1.0], [0.1, 0.2]])  # 1.0: padding
     logprobs = probabilities.log().requires_grad_()
     old_logprobs = torch.full((4, 2), 0.2).log()  # of pi_ref as well
     mask = torch.tensor([[1, 1], [1, 0], [1, 0], [1, 1]]).bool()
