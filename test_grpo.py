@@ -10,15 +10,14 @@ which of them goes red. "Slow" is a second way to compute the same thing, writte
 
 import copy
 import inspect
+import io
 import itertools
 import json
 import math
-import os
 import random
 import re
 import runpy
 import string
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -227,8 +226,8 @@ def test_k3_far_apart_nearly_the_same_and_in_the_mean():
 def test_masked_mean():
     values = numbers("1 3 nan inf nan 7 8 nan -inf").view(3, 3)
     mask = numbers("1 1 0 0 0 0 1 0 0").view(3, 3)
-    near([masked_mean(values, mask), average(values, mask)], [4, (2 + 0 + 8) / 3])
-    near(masked_mean(t64([[1, 2], [3, 6]]), t64([0, 1])), 4)  # one mask for all rows
+    near([masked_mean(values, mask), average(values, mask)], [4, 10 / 3])  # of 2, 0, 8
+    near(masked_mean(mask, mask[0]), 1 / 2)  # one mask for all rows
     near(gradient(lambda x: masked_mean(x, mask), values), mask / 3)
     # Only what is masked may disappear: to hide more would hide a broken model.
     assert masked_mean(values, torch.ones(3, 3)).isnan()
@@ -382,7 +381,7 @@ def test_what_the_loss_descends_in_the_mean(drawn_from, settings, kl):
 # --- Parity with TRL 1.16: its figures, and where it is installed its own code ---
 def trl_loss(row, logprobs, old, ref, advantages, mask):
     """GRPOTrainer._compute_loss on a mock trainer: what is not set here is a mock, and true."""
-    trl = pytest.importorskip("trl", reason="TRL is not installed: its figures had to do")
+    trl = pytest.importorskip("trl")  # without it its figures have to do
     if not trl.__version__.startswith("1.16."):
         pytest.skip(f"the parity is with TRL 1.16, and this is {trl.__version__}")
     config = grpo.GRPOConfig(**VARIANTS[row[0]], loss_type=row[1], max_completion_length=7)
@@ -483,8 +482,8 @@ def steps_of(model=None, reward=noisy_reward, data=QUESTIONS, folder=None, resum
     return training_steps(model or tiny_model(), TOKENIZER, data, reward, config, folder, resume)
 
 
-def untimed(metrics):
-    return {name: value for name, value in metrics.items() if "_second" not in name}
+def untimed(metrics):  # an absurd time stays, and no run is like another
+    return {k: x for k, x in metrics.items() if "_second" not in k or not 0 <= x < 99}
 
 
 def go(stop=None, **run):
@@ -643,7 +642,7 @@ def test_each_prompt_is_read_once_and_what_has_ended_no_more():
     model.lm_head.register_forward_hook(lambda _, __, out: rows.append(out[..., 0].numel()))
     answers = sampled(model, cap=40)
     lengths = [len(answer.ids) for answer in answers]
-    assert rows[:2] == [3, 15] and sum(rows[1:]) <= sum(lengths) + 2 * 15 < 300
+    assert rows[:2] == [3, 15] and sum(rows[1:]) <= sum(lengths) + 2 * 15
     rows.clear()
     score(model, answers, 1.0)
     assert rows == [3, 15 * (max(lengths) - 1)]
@@ -769,7 +768,7 @@ def test_dynamic_sampling_asks_no_more_than_it_has_to(letters, drawn):
     assert (step["questions_seen"], step["zero_variance_fraction"]) == (drawn, letters == "ad")
 
 
-@pytest.mark.parametrize("warmup, parts", [(2, [0.5, 1, 0.75, 0.5, 0.25]), (4, [0.25, 0.5])])
+@pytest.mark.parametrize("warmup, parts", [(1, [1, 0.8, 0.6, 0.4, 0.2]), (4, [0.25, 0.5])])
 def test_learning_rates(warmup, parts):
     """No step is made at rate 0, neither the first nor the last."""
     history = go(steps=len(parts), warmup_steps=warmup)
@@ -1080,8 +1079,8 @@ def test_a_model_learns_what_is_rewarded_and_else_nothing(order, least, most):
 @cases("logit, run, wanted", {  # the end tokens' logits are raised by this; run; metrics
     "a broken model": (NAN, {"steps": 2}, {"entropy": 0, "skipped_updates": 1}),
     "logits of minus infinity": (-math.inf, {}, {"truncated_fraction": 1}),
-    "the smallest sizes": (0.0, {"num_generations": 2, "prompts_per_step": 1, "data": QUESTIONS[:1],
-                                 "max_completion_length": 1}, {"completion_length": 1})})
+    "the smallest": (0.0, dict(num_generations=2, prompts_per_step=1, max_completion_length=1,
+                               num_mini_batches=2, data=QUESTIONS[:1]), {"completion_length": 1})})
 def test_steps_at_the_edge(logit, run, wanted, tmp_path):
     figures = """step loss reward_mean reward_std kl clip_fraction ratio_max entropy grad_norm
         learning_rate completion_length truncated_fraction zero_variance_fraction sampler_gap
@@ -1246,15 +1245,14 @@ def test_a_sampler_that_disagrees_is_warned_of(gap, demo, monkeypatch, capsys):
     assert "warning: sampler and scorer" in capsys.readouterr().out
 
 
-def test_any_text_prints_in_ascii():
-    program = """if True:
-        import atexit, runpy
-        atexit.register(print, chr(0x2588), chr(0x4E2D))  # the curves, and models, print such
-        runpy.run_path("gsm8k_demo.py", run_name="__main__")"""
-    done = subprocess.run(
-        [sys.executable, "-c", program, "--nonsense"], cwd=Path(grpo.__file__).parent,
-        env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True)
-    assert b"? ?" in done.stdout
+def test_any_text_prints_in_ascii(monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "argv", ["gsm8k_demo.py", "--nonsense"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(gsm8k_demo.__file__, run_name="__main__")
+    print("\u2588 \u4e2d", flush=True)  # the curves, and models, print such
+    assert screen.buffer.getvalue() == b"? ?\n"
 
 
 # --- The gallery of mistakes: every one can be made, and the loud ones are still loud ---
