@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: MIT-0
-r"""GRPO in one file: how a language model learns to reason from nothing but grades.
+r"""GRPO in one file: how a language model learns to reason from rewards alone.
 
 GRPO (Group Relative Policy Optimization; DeepSeekMath, arXiv:2402.03300, and DeepSeek-R1,
-arXiv:2501.12948) is a loop of five moves:
+arXiv:2501.12948) is a loop of five moves. Here it is, with the functions of this file:
 
-    1. sample     ask the model each question G times; it answers at random     section 9
-    2. grade      let a rule, not a person, give every answer a number          sections 1, 10
-    3. compare    advantage = how much better than the average of its group     section 2
-    4. score      ask the models how likely each token of the answers is        section 8
-    5. update     make the tokens of better answers likelier and those of       sections 3 to 6, 11
-                  worse ones less likely, but only a little at a time
+    for step in range(steps):                                           train
+        prompts = the next B prompts of the data set                    example_stream
+        completions = G of them for each prompt, sampled                1 sample_groups
+        rewards = a number for each completion, given by a rule         2 rule_reward
+        advantages = (reward - mean of its group) / std of its group    3 group_advantages
+        old, ref = log-probs of the sampled tokens, held constant       4 compute_logprobs
+        for mini_batch in a random split of the completions:            5 update
+            logprobs = the same log-probs now, with a gradient            compute_logprobs
+            loss = grpo_loss(logprobs, old, ref, advantages, mask)        grpo_loss
+            loss.backward(), and a step of the optimizer                  backward
 
-and again from the start, with fresh answers from the model as it is now.
+A *policy*, written pi, is a way to choose the next action. Here the action is a token:
+pi(token | text so far) is the probability that the model gives to it. There are three:
 
-A *policy*, written pi, is what reinforcement learning calls a thing that acts. Here it is a
-language model: pi(token | text so far) is the probability that it gives to the next token. Three
-policies appear, and it pays to keep them apart from the start:
+    pi_theta  the model that is trained. Only this one gets a gradient
+    pi_old    the model as it was when it sampled these completions. We need only the
+              log-probabilities that it gave to their tokens, not a copy of it
+    pi_ref    a frozen copy of the model from before training, in memory only if beta > 0. A
+              penalty keeps pi_theta near it
 
-    pi_theta  the model that is being trained; the only one that gets a gradient
-    pi_old    the same model before it began to learn from the present answers: not a second model
-              in memory, only the numbers that it gave to the answers' tokens
-    pi_ref    a frozen copy of the model from before training, a leash; in memory only if beta > 0
-
-The equation that this file computes. For a question q, draw answers o_1 ... o_G. Answer i has
-|o_i| tokens; o_it is its token number t, and o_i,<t are the tokens before that. It has one reward
-R_i, and one advantage A_i for all of its tokens. Maximise, averaged over questions,
+The equation that this file computes. For a prompt q, sample completions o_1 ... o_G.
+Completion i has |o_i| tokens. Its token number t is o_it, and o_i,<t are the tokens before
+that. It has one reward R_i, and one advantage A_i for all of its tokens. Maximise, averaged
+over the prompts,
 
     J = mean over i of  1/|o_i| * sum over t of
             [ min( r_it * A_i,  clip(r_it, 1 - eps, 1 + eps) * A_i )  -  beta * k3_it ]
@@ -33,41 +36,36 @@ R_i, and one advantage A_i for all of its tokens. Maximise, averaged over questi
     r_it  = pi_theta(o_it | q, o_i,<t) / pi_old(o_it | q, o_i,<t)           grpo_loss
     k3_it = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1, at the same token   k3_kl
 
-eps (0.2) says how far the ratio r may go before the clip acts. beta (0.04) is the weight of k3, an
-estimate of how far pi_theta is from pi_ref: the leash.
+eps (0.2) says how far the ratio r may move before the clip acts. k3 estimates how far
+pi_theta is from pi_ref (section 3 explains the name). beta (0.04) is its weight.
 
-One small example runs through the comments, and `python grpo.py` prints it. The question is "John
-has 3 apples and buys 2 more. How many apples does he have?", and the model gave four answers:
+One small example runs through the mathematics, the apples: "John has 3 apples and buys 2
+more. How many apples does he have?" The rule pays 0.5 for a result in \boxed{...}, and 1.0
+more if the result is right. The model wrote four completions:
 
-    answer 1    3+2 = \boxed{5}
-    answer 2    \boxed{5}
-    answer 3    \boxed{6}
-    answer 4    3-2 = \boxed{1}
+    completion 1    3+2 = \boxed{5}      reward 1.5
+    completion 2    \boxed{5}            reward 1.5
+    completion 3    \boxed{6}            reward 0.5
+    completion 4    3-2 = \boxed{1}      reward 0.5
 
-A real tokenizer cuts each of these into half a dozen tokens or more. So that a pencil is enough
-to follow the sums, we shall say that answers 1 and 4 have two tokens, and answers 2 and 3 one.
+To keep the sums small, pretend that completions 1 and 4 are two tokens long, and
+completions 2 and 3 one.
 
-Shapes: B questions with G answers each are N = B * G rows. T is the width of the answers
-("completions"), P that of the prompts, V the vocabulary's size. A small n is some part of the N.
+Shapes: B prompts with G completions each are N = B * G rows, and n is some part of them.
+The longest completion has T tokens, the longest prompt P, and the vocabulary V. Log-probs
+are log-probabilities, with the natural logarithm.
 
-How to read: sections 1 to 6 are the whole algorithm, and 7 is one step of it. Sections 8 to 11 are
-the parts of that step, 12 to 14 make it a run, and 15 has its relatives. Probabilities are kept as
-natural logarithms (in nats). The mathematics can be pasted elsewhere: the loss with all of sections
-3 to 6 and `kl_estimate` (15); `token_logprobs` with `read` and `log_probability` (8).
-
-Differences from the papers: log-ratios are limited, so that e^x does not overflow, and answers may
-be sampled and scored in bfloat16 while weights stay in float32. Left out: a learned reward model,
-a second network that predicts rewards (PPO's critic), a new reference now and then, several GPUs.
-"""
+Sections 1 to 5 are the mathematics. Section 6 has the settings, 7 one step, 8 to 11 its
+moves 1, 2, 4 and 5, 12 the run, and 13 GRPO's relatives."""
 
 import copy
 import json
 import math
 import re
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Optional
+from typing import Literal, Optional, get_args, get_origin
 
 import torch
 import torch.nn.functional as F
@@ -75,266 +73,214 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import set_seed
 
-# cuDNN's attention, which newer PyTorch prefers on newer GPUs, has given NaN gradients with masks
-# (pytorch#196678), and it plans anew for every length, that is, for every token sampled.
-torch.backends.cuda.enable_cudnn_sdp(False)
 
-
-# ---- 1. The reward: a rule, not a model --------------------------------------------------------
-# For mathematics nobody needs to train a model to judge the answers: the right result is known, so
-# a rule can grade. The model is asked to put its result into \boxed{...}. It earns 0.5 for doing
-# so, and 1.0 more for being right (`rule_reward`; what stands before that only reads the text). A
-# model under training writes anything at all, so the rule must never raise, never take long, and
-# never run what it reads (no eval).
-
-def extract_boxed(text):
-    r"""Contents of the complete \boxed{...} that opens last in `text`, or None if there is none.
-
-    The last one, because intermediate boxes come first and the result last. Braces nest:
-    \boxed{\frac{1}{2}} holds \frac{1}{2}. Escaped braces, \{ and \}, do not count. One pass over
-    the text, so the time is linear in its length."""
-    opened = []  # for each brace still open: where its contents begin, -1 if it has no \boxed
-    start = end = -1  # where the contents of the best box so far begin and end
-    # Three patterns, tried in this order: \boxed{, an escaped brace, a brace. The second is there
-    # so that the brace of \{ is taken together with its backslash, and not found by the third.
-    for match in re.finditer(r"\\boxed\{|\\[{}]|[{}]", text):
-        token = match.group()
-        if token == "\\boxed{":
-            opened.append(match.end())
-        elif token == "{":
-            opened.append(-1)
-        elif token == "}" and opened:  # a closing brace too many is just text
-            begin = opened.pop()
-            if begin > start:  # never so for -1
-                start = begin
-                end = match.start()
-    if start < 0:
-        return None
-    return text[start:end]
-
-
-def read_number(text):
-    r"""The number that a person would read in `text`, as a float, or None if it is not a number.
-
-    "1,000", "1{,}000", "$1000", "\$1000", "1000%", "1000." and "1000.00" are all one thousand.
-    "1_000", "nan", "12,34", "5 kg" and digits of other scripts are no numbers."""
-    text = text.replace("{,}", ",")  # LaTeX writes 1{,}000 for 1,000
-    text = re.sub(r"\\?[$%]", " ", text).strip()  # $18, \$18, 50%, 50\%
-    text = text.removesuffix(".").strip()  # the full stop of a sentence
-    # Written out instead of trusting float(), which also takes "nan", "1_000" and Arabic digits.
-    whole = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"  # 1,234 or 1234
-    number = rf"(?:{whole}(?:\.[0-9]*)?|\.[0-9]+)"  # 1234 or 1234.5 or .5
-    exponent = r"(?:[eE][+-]?[0-9]+)?"
-    if not re.fullmatch(rf"[+-]?\s*{number}{exponent}", text):
-        return None
-    return float(re.sub(r"[,\s]", "", text))
-
-
-def rule_reward(completion, answer):
-    r"""Reward of one completion: 0.0 without a box, 0.5 for a box, 1.5 for a box with the answer.
-
-    `completion` is the model's text, `answer` the right answer, a string. A blank box counts as
-    none. The box is right if it equals the answer as a string, or as a number to within less than
-    0.01. Returns a float for every pair of strings, never raises, and takes linear time."""
-    boxed = extract_boxed(completion)
-    if boxed is None or not boxed.strip():
-        return 0.0
-    if boxed.strip() == answer.strip():
-        return 1.5
-    given = read_number(boxed)
-    wanted = read_number(answer)
-    if given is None or wanted is None:
-        return 0.5
-    # round: 5.01 - 5 is 0.00999... in floating point, and would pass for "below 0.01". What is too
-    # large for a float is inf, and inf - inf is NaN: neither is below anything.
-    if round(abs(given - wanted), 9) < 0.01:
-        return 1.5
-    return 0.5
-
-
-# The apples: answers 1 and 2 are boxed and right, answers 3 and 4 boxed and wrong. So
-#
-#     R = [1.5, 1.5, 0.5, 0.5]
-#
-# An answer that is right but not boxed earns 0. That is harsh on purpose: a number somewhere in the
-# text is easy to produce by accident. A small model thus learns the format first. If it learns
-# *only* the format, the reward is stuck at 0.5: the smallest case of what is called reward hacking,
-# getting the grade without doing the work.
-
-
-# ---- 2. Advantages: better or worse than the other answers to the same question ----------------
-# An answer that earned 0.5 may be good (the question is hard) or bad (all others earned 1.5). What
-# matters is the difference from the baseline, the reward that was to be expected. PPO, the method
-# that GRPO simplifies, trains a second network to predict it, the critic. GRPO takes the mean of
-# the group. Divided by the std, the differences have about the same size whatever the units of the
-# reward and however hard the question. That is the advantage, the same for all tokens of an answer.
-
+# ---- 1. Advantages: better or worse than the group ---------------------------------------
+# A reward of 0.5 may be good (the prompt is hard, and most completions earn 0) or bad (all
+# others earned 1.5). What counts is the difference from a baseline: the reward that was to
+# be expected. PPO, the method that GRPO simplifies, trains a second network to predict it,
+# the critic. GRPO samples a group of completions for the same prompt and takes their mean.
+# It divides by the group's std, so that the units of the reward do not matter.
 def group_advantages(rewards, scale_rewards="group"):
-    """A_i = (R_i - mean(R)) / std(R) over the last dimension: (..., G) -> (..., G).
+    """A_i = (R_i - mean(R)) / std(R) over the last dimension: (..., G) -> float32 (..., G).
 
-    The std is the population's: divided by G. torch's default divides by G - 1, and most code keeps
-    it, which makes advantages smaller by a factor of sqrt((G-1)/G), 6.5 % at G = 8. A group of
-    equal rewards gets exact zeros: it has nothing to teach. `scale_rewards` is what to divide by:
+    The std is the population's, which divides by G. torch's default divides by G - 1. That
+    std is larger, and its advantages are 6.5 % smaller at G = 8. `scale_rewards` names the
+    divisor of R_i - mean(R):
 
-        "group"  the std of each group
+        "group"  the std of the group
         "none"   1 (Dr. GRPO)
-        "batch"  the std of all rewards, one scale for all questions
+        "batch"  the std of all rewards that are given
         "rloo"   (G - 1) / G, which gives R_i minus the mean of the *other* rewards (RLOO)
 
-    ValueError for fewer than two rewards in a group, for NaN and inf, and for another name."""
-    if rewards.dim() == 0 or rewards.shape[-1] < 2 or not rewards.isfinite().all():
-        raise ValueError(f"wanted groups of 2 or more finite rewards, got {rewards}")
+    A group of equal rewards gets exact zeros. NaN and inf in a group do not become 0.
+    ValueError for a group of one, and for any other name."""
     G = rewards.shape[-1]
-    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))  # float32, or finer
+    if G < 2:
+        raise ValueError(f"the rewards are {tuple(rewards.shape)}: a group needs two or more")
+    rewards = rewards.double()  # float32 would lose small differences of large rewards
     centered = rewards - rewards.mean(dim=-1, keepdim=True)  # (..., G)
     std = centered.square().mean(dim=-1, keepdim=True).sqrt()  # (..., 1)
     scales = {"group": std, "none": 1, "batch": rewards.std(correction=0), "rloo": (G - 1) / G}
     if scale_rewards not in scales:
-        raise ValueError(f"scale_rewards is {scale_rewards!r}, and must be one of {list(scales)}")
-    advantages = centered / scales[scale_rewards]  # NaN where the std is 0, which is mended below
-    # The mean of 0.1, 0.1 and 0.1 is not quite 0.1 in float64. Divided by a std of the same 1e-17,
-    # that rounding error would become advantages of size 1. Hence the tolerance. An epsilon
-    # added to the std, which is the usual way out, would change the advantages of every group.
+        raise ValueError(f"scale_rewards is {scale_rewards!r}, not one of {list(scales)}")
+    # Equal rewards can differ by rounding: 0.1 + 0.2 is not quite 0.3. Divided by a std of
+    # 1e-17, that error would become an advantage of size 1. So a std of at most a millionth
+    # of the largest reward counts as 0. (Much code adds 1e-4 to every std instead.)
     equal = std <= 1e-6 * rewards.abs().amax(dim=-1, keepdim=True)  # (..., 1)
-    return advantages.masked_fill(equal, 0.0)
+    return (centered / scales[scale_rewards]).masked_fill(equal, 0.0).float()
 
 
 # The apples: R = [1.5, 1.5, 0.5, 0.5] has the mean 1 and the std 0.5, so
 #
 #     A = [+1, +1, -1, -1]
 #
-# A group of equal rewards, all right (too easy) or all wrong alike (too hard), is all zeros. The
-# share of such groups is logged as zero_variance_fraction.
+# If all completions of a group earn the same, because the prompt is too easy or too hard,
+# all advantages are 0. The share of such groups is logged as zero_variance_fraction.
 
 
-# ---- 3. Ratio and clip: learn from an answer, but not too much ---------------------------------
-# How does an advantage become a direction for the weights? Take a single token first. The model
-# draws it with probability pi, and its advantage is A. So on average the model gets sum(pi * A),
-# over all tokens that it might draw, and that is to grow. Since grad log pi = (grad pi) / pi,
+# ---- 2. Ratio and clip: learn from a completion, but not too much ------------------------
+# Why log pi. Look at a single token first. The model draws it with probability pi, and its
+# advantage is A, a plain number without a gradient. The expected advantage is sum(pi * A)
+# over all V tokens, and we want it larger. Since grad log pi = (grad pi) / pi,
 #
 #     grad sum(pi * A) = sum(pi * A * grad log pi)
 #
-# which is the mean of A * grad log pi over tokens drawn from pi, and a mean over draws can be
-# estimated by drawing. So: draw, and take A times the gradient of the log-probability. A whole
-# answer is drawn with the product of its tokens' probabilities. The logarithm of a product is a
-# sum, so every token of the answer gets the answer's A. (That sums over its tokens. The 1/|o_i| of
-# the equation on top, which makes it a mean, is a choice: section 6.)
+# The right side is the expected value of A * grad log pi for tokens drawn from pi, and an
+# average over samples estimates an expected value. So: sample, and average A times the
+# gradient of log pi. The probability of a whole completion is the product of its tokens'.
+# The logarithm of a product is a sum, so every token gets the completion's A. (Section 5
+# asks whether to add up over the tokens or to average.)
 #
-# A baseline b, the same number for all draws, does not bend the direction: it adds only
-# b * sum(grad pi) = b * grad 1 = 0. (The group's mean has R_i itself in it, with weight 1/G, so
-# the mean gradient is (G - 1) / G times as long.) The std bends it a bit, and reweighs questions.
+# Why a baseline. Subtracting a number b from every reward makes the estimate less noisy,
+# and it costs nothing. The probabilities sum to 1 whatever the weights are, so b changes
+# the expected gradient by b * sum(pi * grad log pi) = b * sum(grad pi) = b * grad 1 = 0.
+# One detail: b must not depend on the draw, and the group's mean contains R_i itself. But
 #
-# But the answers were drawn by pi_old, and after an update pi_theta is another policy. So the
-# objective is r * A, with the ratio r = pi_theta / pi_old. The weight r turns a mean over tokens of
-# pi_old into a mean over tokens of pi_theta: sum(pi_old * r * A) = sum(pi_theta * A). (It does not
-# correct for the text before the token, which pi_old wrote as well.) pi_old is a constant in r, so
-# the gradient of r is r times that of log pi_theta: at r = 1, the one above.
+#     R_i - mean(R) = (1 - 1/G) * R_i  -  (sum of the other rewards) / G
 #
-# Far from r = 1 a few tokens with huge ratios would outweigh all others. So the objective becomes
-# min(r A, clip(r) A), where clip limits r to between 1 - eps and 1 + eps. As soon as r has gone far
-# enough *in the direction that pays*, the min takes the clipped branch, which is constant: no
-# gradient, no further push from this token. In the other direction nothing limits the push back.
-
+# The second part is a true baseline. The first makes the expected gradient (G - 1)/G as
+# long, in the same direction.
+#
+# Why a ratio. The tokens were drawn from pi_old, and after an update pi_theta is another
+# policy. The weight r = pi_theta / pi_old corrects for that: sum(pi_old * r * A) =
+# sum(pi_theta * A). Since pi_old is a constant, the gradient of r is r * grad log pi_theta.
+# At r = 1 that is the gradient above. (Strictly, the ratios of all earlier tokens belong in
+# the product, since pi_old drew those too. PPO leaves them out.)
+#
+# Why the clip. Samples from pi_old say little about a policy far from it. So a token stops
+# pushing once its ratio has moved by eps in the direction that its advantage asks for. The
+# objective is min(r A, clip(r) A), where clip keeps r between 1 - eps and 1 + eps. Past the
+# limit the min takes the clipped branch, which is constant and has no gradient. This is
+# one-sided on purpose: if r moves the wrong way, the min takes r A, which pulls it back.
 def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
-    """PPO's "surrogate" objective (arXiv:1707.06347, equation 7) per token, to be maximised:
-    min(r A, clip(r, 1 - eps, 1 + eps_high) A). Ratios (N, T), advantages (N,) -> (N, T).
+    """min(r A, clip(r, 1 - eps, 1 + eps_high) A) per token: r (N, T), A (N,) -> (N, T).
 
-    `epsilon_high` defaults to `epsilon`; an `epsilon` of 1 or more removes the lower bound."""
+    This is PPO's "surrogate" objective (arXiv:1707.06347, equation 7), to be maximised. An
+    `epsilon` of 1 or more means no lower limit. `epsilon_high` is `epsilon` by default."""
     if epsilon_high is None:
         epsilon_high = epsilon
+    A = advantages.unsqueeze(1)  # (N, 1): the same for every token of a completion
     clipped_ratio = ratio.clamp(1 - epsilon, 1 + epsilon_high)  # (N, T)
-    A = advantages.unsqueeze(1)  # (N, 1): the same for every token of a row
     return torch.min(ratio * A, clipped_ratio * A)
 
 
-# The apples after some updates. Say that pi_old gave every token the probability 0.2, and that
-# pi_theta now gives
+# The apples after some updates. Say that pi_old gave every token the probability 0.2, and
+# that pi_theta now gives
 #
-#     answer 1: 0.3 and 0.2     answer 2: 0.1     answer 3: 0.3     answer 4: 0.1 and 0.2
+#     completion 1: 0.3 and 0.2    2: 0.1    3: 0.3    4: 0.1 and 0.2
 #
-# Then the ratios are 1.5, 0.5 and 1, and all four cases of the clip (at eps 0.2) are there. For
-# the last column remember that the gradient of r is r times that of log pi_theta:
+# Then the ratios are 1.5, 0.5 and 1, and all four cases of the clip (at eps 0.2) are there.
+# In the last column, the gradient of r is r times that of log pi_theta:
 #
-#     A    r             min(r A, clip(r) A)                 gradient with respect to log pi_theta
-#     +1   1.5 (ans. 1)  min( 1.5,  1.2) =  1.2  clipped      0    good, and already much likelier
-#     +1   0.5 (ans. 2)  min( 0.5,  0.8) =  0.5  not clipped  0.5  good: bring it back up
-#     -1   1.5 (ans. 3)  min(-1.5, -1.2) = -1.5  not clipped -1.5  bad: push it down
-#     -1   0.5 (ans. 4)  min(-0.5, -0.8) = -0.8  clipped      0    bad, and already rarer
-#     any  1.0           A                       not clipped  A    every token, at the first update
+#     A    r             min(r A, clip(r) A)                 gradient with respect to log pi
+#     +1   1.5 (no. 1)   min( 1.5,  1.2) =  1.2  clipped      0    good, already likelier
+#     +1   0.5 (no. 2)   min( 0.5,  0.8) =  0.5  not clipped  0.5  good: bring it back up
+#     -1   1.5 (no. 3)   min(-1.5, -1.2) = -1.5  not clipped -1.5  bad: push it down
+#     -1   0.5 (no. 4)   min(-0.5, -0.8) = -0.8  clipped      0    bad, already rarer
+#     any  1.0           A                       not clipped  A    every token, at first
 #
-# With one update per batch of answers, pi_theta still is pi_old when the gradient is taken (this
-# is called on-policy): every ratio is 1 and the clip never acts. It wakes up when a batch is
-# learned from in several updates. A common mistake is max in place of min where A is negative: it
-# goes on pushing in the fourth line, and stops in the third, where the policy went the wrong way.
+# With one update per batch of samples (called on-policy), pi_theta still is pi_old when the
+# gradient is taken. Every ratio is 1, and the clip never acts. It acts when one batch is
+# used for several updates. A common mistake is max instead of min where A is negative: it
+# keeps pushing in the fourth line, and stops in the third, where the token moved wrongly.
 
 
-# ---- 4. The KL penalty: do not drift too far from where you started ----------------------------
-# A policy that only chases the reward forgets how to write. How far it has gone is measured by
+# ---- 3. The KL penalty: stay near the reference ------------------------------------------
+# A policy that only chases rewards forgets how to write. Its distance from pi_ref is
 #
-#     KL(pi_theta || pi_ref) = the mean of log(pi_theta / pi_ref), over tokens drawn from pi_theta
+#     KL(pi_theta || pi_ref) = E[log(pi_theta / pi_ref)], over tokens drawn from pi_theta
 #
-# which is never negative, and 0 only if the two policies agree. To compute it at every token would
-# need all V probabilities of both policies. k3 estimates it from the one token that was drawn.
-
+# E is the expected value. The KL is never negative, and 0 only if the two policies agree.
+# Exactly, it is a sum over all V tokens at each position, which takes much memory. k3
+# estimates it from the one token that was drawn.
 def k3_kl(logprobs, ref_logprobs):
     """k3 = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1 per token: (N, T), (N, T) -> (N, T).
 
-    Schulman's estimator (joschu.net/blog/kl-approx.html). Over tokens drawn from pi_theta its mean
-    is exactly KL(pi_theta || pi_ref): the middle term alone has that mean, and the others cancel,
-    since the mean of pi_ref/pi_theta is sum(pi_theta * pi_ref/pi_theta) = sum(pi_ref) = 1. It is
-    never negative, since e^x >= 1 + x. With the fraction upside down it estimates something else.
-    Value and gradient are finite for any finite input (but not in float16)."""
-    # 50 keeps e^x from overflowing; -1e30 is only for a difference that is itself -inf.
-    log_ratio = (ref_logprobs - logprobs).clamp(-1e30, 50)  # (N, T) log(pi_ref / pi_theta)
-    return torch.expm1(log_ratio) - log_ratio  # expm1(x) is e^x - 1, without losing small x
+    Schulman compares three estimates, k1 to k3 (joschu.net/blog/kl-approx.html). This one
+    is never negative, since e^x >= 1 + x. Finite for any log-ratio below 1e30."""
+    log_ratio = ref_logprobs - logprobs  # (N, T) log(pi_ref / pi_theta)
+    log_ratio = log_ratio.clamp(max=50)  # e^89 would overflow in float32
+    return torch.expm1(log_ratio) - log_ratio  # expm1(x) is e^x - 1, precise for small x too
 
 
+# Why its expected value is the KL. For tokens drawn from pi_theta,
+#
+#     E[-log(pi_ref/pi_theta)] = E[log(pi_theta/pi_ref)] = KL(pi_theta || pi_ref)
+#     E[ pi_ref/pi_theta ]     = sum(pi_theta * pi_ref/pi_theta) = sum(pi_ref) = 1
+#
+# so on average the first and the last term of k3 cancel. They make it never negative, and
+# less noisy while the policies are close. With the fraction upside down, the mean is wrong.
+#
 # The apples, with pi_ref = 0.2 for every token:
 #
-#     pi_theta 0.1    pi_ref/pi_theta 2      k3 = 2 - log(2) - 1 = 0.3069        gradient -1
-#     pi_theta 0.2    pi_ref/pi_theta 1      k3 = 0                              gradient  0
-#     pi_theta 0.3    pi_ref/pi_theta 2/3    k3 = 2/3 - log(2/3) - 1 = 0.0721    gradient +0.3333
+#     pi_theta 0.1    pi_ref/pi_theta 2      k3 = 2 - log(2) - 1 = 0.3069       gradient -1
+#     pi_theta 0.2    pi_ref/pi_theta 1      k3 = 0                             gradient  0
+#     pi_theta 0.3    pi_ref/pi_theta 2/3    k3 = 2/3 - log(2/3) - 1 = 0.0721   gradient 1/3
 #
-# The gradient, with respect to log pi_theta, is 1 - pi_ref/pi_theta. The loss adds beta * k3 and
-# goes downhill, so the first token is pulled back up and the last one back down.
+# The gradient, with respect to log pi_theta, is 1 - pi_ref/pi_theta. The loss adds beta *
+# k3 and goes downhill, so the first token is pulled back up and the last one back down.
+def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
+    """KL(pi_theta || pi_ref), estimated per token in four ways: (N, T), (N, T) -> (N, T).
+
+    The names are those of RLinf, a library. Any other is a ValueError. x is
+    log(pi_theta/pi_ref):
+
+        "low_var_kl"  k3, the default
+        "kl"          k1 = x. The value is unbiased. As a loss it has no effect on average
+        "mse"         k2 = x^2 / 2. The value is biased, and the gradient is unbiased
+        "abs"         |x|, biased"""
+    x = logprobs - ref_logprobs  # (N, T)
+    if kl_penalty_type == "low_var_kl":
+        return k3_kl(logprobs, ref_logprobs)
+    if kl_penalty_type == "kl":
+        return x
+    if kl_penalty_type == "mse":
+        return x.square() / 2
+    if kl_penalty_type == "abs":
+        return x.abs()
+    raise ValueError(f"kl_penalty_type is {kl_penalty_type!r}: low_var_kl, kl, mse or abs")
+
+
+# Why k1 has no effect as a loss. The KL depends on the weights in two ways: through the
+# value at each token, and through which tokens are drawn. Autograd sees only the first. So
+# the right expected value can come with the wrong expected gradient. Over tokens drawn from
+# pi_theta, each gradient is the expected value of a factor times grad log pi_theta:
 #
-# Why not simply log(pi_theta / pi_ref), known as k1? Its mean is right as well. But its gradient is
-# that of log pi_theta, and the mean of that over tokens drawn from pi_theta is zero:
-# sum(pi_theta * grad log pi_theta) = sum(grad pi_theta) = grad 1 = 0. As a loss, k1 on average
-# holds nothing back. (Section 15 has k1 and others, and says what k3's own gradient is.)
+#     the KL itself    x
+#     k1               1           wrong: E[grad log pi] = sum(grad pi) = grad 1 = 0
+#     k2               x           right
+#     k3               1 - e^-x    that of KL(pi_ref || pi_theta), close to x for small x
+#     r * k3           x at r = 1  right. TRL's default: use_bias_correction_kl
 
 
-# ---- 5. The masked mean: padding is not data ---------------------------------------------------
-# Answers have different lengths and tensors do not, so short answers are filled up, and a mask
-# says which places are real.
-
+# ---- 4. The masked mean: padding is not data ---------------------------------------------
+# Completions have different lengths. In a tensor the short ones are filled up with padding,
+# and a mask says which positions are real. Multiplying by the mask is not enough:
+#
+#     values [2, NaN], mask [1, 0]    (values * mask).sum()             = 2 + NaN * 0 = NaN
+#                                     torch.where(mask, values, 0).sum() = 2 + 0       = 2
 def masked_mean(values, mask, dim=None):
     """Mean of `values` where `mask` is set (bool, int or float); 0, not NaN, where none is.
 
-    `mask` has the shape of `values`, or one that expands to it. With `dim`, over that dimension.
-    What stands behind the mask reaches neither the value nor the gradient of `values`. Multiplying
-    by the mask would let a NaN through, since 0 * NaN is NaN; `where` does not."""
+    Over all positions, or over `dim`. The mask has the shape of `values`, or expands to it.
+    Masked positions, NaN and inf included, affect neither the result nor its gradient."""
     mask = mask.bool().expand_as(values)
     kept = torch.where(mask, values, 0.0)
     return kept.sum(dim=dim) / mask.sum(dim=dim).clamp(min=1)
 
 
-# ---- 6. The loss -------------------------------------------------------------------------------
-# Everything above, put together, with a minus sign because optimizers minimise. How to average over
-# the tokens of all answers looks like a detail, but it decides how much a long answer counts.
-
+# ---- 5. The loss -------------------------------------------------------------------------
+# The loss is -J, since optimizers minimise. How to average over tokens and completions
+# looks like a detail, but it decides how much a long completion counts.
 def average(per_token, mask, loss_type="grpo", max_completion_length=None):
-    """One number from (N, T) numbers and the mask (N, T) of real tokens.
+    """One number from values (N, T) and a mask (N, T), in one of three ways.
 
-        "grpo"     mean over answers of the mean over their tokens (DeepSeekMath, and the equation
-                   on top). Each answer counts the same, so the longer a wrong answer is, the less
-                   each of its tokens is punished: wrong answers tend to grow
-        "dapo"     mean over all tokens of all answers (arXiv:2503.14476): each token counts the
-                   same, so long answers count more
-        "dr_grpo"  sum over all tokens, divided by N * max_completion_length (arXiv:2503.20783):
-                   like "dapo", but the divisor does not depend on what was sampled
-
-    ValueError for any other `loss_type`, and for "dr_grpo" without `max_completion_length`."""
+        "grpo"     mean over completions of the mean over their tokens (the equation J). The
+                   longer a wrong completion is, the less each of its tokens is pushed down.
+                   So wrong completions tend to grow
+        "dapo"     mean over all tokens (arXiv:2503.14476). Each token counts the same
+        "dr_grpo"  sum over all tokens, divided by N * max_completion_length, which does not
+                   depend on what was sampled (arXiv:2503.20783)"""
     if loss_type == "grpo":
         return masked_mean(per_token, mask, dim=1).mean()
     if loss_type == "dapo":
@@ -349,902 +295,786 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
               epsilon_high=None, beta=0.04, loss_type="grpo", max_completion_length=None,
               kl_penalty_type="low_var_kl", importance_sampling_level="token",
               use_bias_correction_kl=False):
-    """-J, the equation on top of this file (by default), over N answers. Returns (loss, metrics).
+    """-J over N completions, as in the equation at the top. Returns (loss, metrics).
 
-    Log-probs of pi_theta, pi_old and pi_ref, (N, T) each; pi_ref's may be None with beta=0.
-    Advantages (N,). The mask (N, T) is set on the answers' real tokens; what stands behind it
-    reaches neither value nor gradient. `loss_type` is explained in `average`, the last three
-    settings in section 15. Metrics are plain floats: loss, kl, ratio_max, and clip_fraction, the
-    share of tokens where the min took the clipped branch. ValueError for what does not fit."""
+    Log-probs of pi_theta, pi_old and pi_ref, (N, T) each; pi_ref's may be None at beta=0.
+    Advantages (N,). The mask (N, T) is set on real tokens; masked positions affect neither
+    value nor gradient. Sections 3 and 13 explain the last three settings. The metrics are
+    floats: `loss`, `kl` (0 without a reference), `ratio_max`, and `clip_fraction`, the
+    share of tokens where the min took the clipped one. ValueError for what does not fit."""
     if ref_logprobs is None:
         if beta != 0:
             raise ValueError(f"beta is {beta}, so ref_logprobs are needed; None is for beta=0")
         ref_logprobs = logprobs  # the policy as its own reference: the KL is 0
-    if importance_sampling_level not in ("token", "sequence"):
-        raise ValueError(f"importance_sampling_level {importance_sampling_level!r}: token/sequence")
-    # Tensors that do not fit would often be broadcast, silently.
-    given = [logprobs, old_logprobs, ref_logprobs, mask, advantages]
-    shapes = [tuple(tensor.shape) for tensor in given]
-    if logprobs.dim() != 2 or shapes != [shapes[0]] * 4 + [shapes[0][:1]]:
-        raise ValueError(f"log-probs, mask and advantages are {shapes}, not four (N, T) and (N,)")
-    # The inputs are masked, and not only the result. Else a NaN or inf behind the mask would not
-    # show in the value, but the backward pass through exp would multiply it by 0: NaN.
+    # Without this check, tensors of the wrong shape would be broadcast silently.
+    shapes = [tuple(x.shape) for x in (logprobs, old_logprobs, ref_logprobs, mask, advantages)]
+    if len(shapes[0]) != 2 or shapes != 4 * [shapes[0]] + [shapes[0][:1]]:
+        raise ValueError(f"log-probs, mask, advantages are {shapes}; wanted four (N, T), one (N,)")
+    # The inputs are masked before exp. If only the result were masked, a NaN in the padding
+    # would stay out of the loss, but get into the gradient: 0 * NaN is NaN there too.
     mask = mask.bool()
     logprobs = logprobs.masked_fill(~mask, 0.0)
-    old_logprobs = old_logprobs.masked_fill(~mask, 0.0).detach()  # pi_old and pi_ref are constants
+    old_logprobs = old_logprobs.masked_fill(~mask, 0.0).detach()  # pi_old, pi_ref: constants
     ref_logprobs = ref_logprobs.masked_fill(~mask, 0.0).detach()
 
-    # The ratio comes from logarithms, since tiny probabilities themselves would become 0, and 0/0.
+    # The ratio is e^(difference of logs). A probability of e^-200 itself is 0 in float32.
     log_ratio = logprobs - old_logprobs  # (N, T)
-    if importance_sampling_level == "sequence":  # one ratio for a whole answer: GSPO, section 15
+    if importance_sampling_level == "sequence":  # GSPO: one ratio for a whole completion
         log_ratio = masked_mean(log_ratio, mask, dim=1).unsqueeze(1).expand_as(log_ratio)
-    # e^100 would overflow, and even where the min drops that branch its gradient, 0 * inf, would be
-    # NaN. e^50 is far beyond anything that is still learning.
+    elif importance_sampling_level != "token":
+        raise ValueError(f"importance_sampling_level {importance_sampling_level!r}: token/sequence")
+    # e^100 overflows to inf. The min may drop it, but its gradient, 0 * inf, is NaN.
     ratio = log_ratio.clamp(-50, 50).exp()  # (N, T) r
     surrogate = clipped_surrogate(ratio, advantages, epsilon, epsilon_high)  # (N, T)
-    kl = kl_estimate(logprobs, ref_logprobs, kl_penalty_type)  # (N, T) k3, unless asked otherwise
-    penalty = ratio * kl if use_bias_correction_kl else kl  # TRL's way: section 15
+    kl = kl_estimate(logprobs, ref_logprobs, kl_penalty_type)  # (N, T) k3 by default
+    penalty = ratio * kl if use_bias_correction_kl else kl  # (N, T)
     per_token = -(surrogate - beta * penalty)  # (N, T)
     loss = average(per_token, mask, loss_type, max_completion_length)
 
-    clipped = surrogate < ratio * advantages.unsqueeze(1)  # (N, T) the min took the other branch
-    metrics = {
-        "loss": loss.item(),
-        "kl": masked_mean(kl, mask).item(),
-        "clip_fraction": masked_mean(clipped, mask).item(),
-        "ratio_max": torch.where(mask, ratio, 0.0).max().item(),
-    }
+    clipped = surrogate < ratio * advantages.unsqueeze(1)  # (N, T) the min took the other one
+    metrics = {"loss": loss.item(), "kl": masked_mean(kl, mask).item(),
+               "clip_fraction": masked_mean(clipped, mask).item(),
+               "ratio_max": torch.where(mask, ratio, 0.0).max().item()}
     return loss, metrics
 
 
-# The apples to the end, with beta 0.04:
+# The apples to the end, with beta 0.04 (`python grpo.py` prints them token by token):
 #
-#     answer                     1                  2        3        4
+#     completion                 1                  2        3        4
 #     advantage                  +1                +1       -1       -1
 #     surrogate, per token       1.2, 1.0           0.5     -1.5     -0.8, -1.0
 #     k3, per token              0.0721, 0          0.3069   0.0721   0.3069, 0
 #
-#     "grpo"     surrogate, mean of each answer:  1.1,    0.5,    -1.5,    -0.9     sum -0.8
-#                k3, mean of each answer:         0.0361, 0.3069,  0.0721,  0.1534  sum  0.5685
+#     "grpo"     surrogate, mean of each:  1.1,    0.5,    -1.5,    -0.9       sum -0.8
+#                k3, mean of each:         0.0361, 0.3069,  0.0721,  0.1534    sum  0.5685
 #                loss = 0.8 / 4 + 0.04 * 0.5685 / 4 = 0.2 + 0.0057 = 0.2057
-#     "dapo"     surrogate, sum over the tokens -0.6; k3, sum 0.7580; there are 6 tokens
+#     "dapo"     sums over all 6 tokens: surrogate -0.6, k3 0.7580
 #                loss = 0.6 / 6 + 0.04 * 0.7580 / 6 = 0.1 + 0.0051 = 0.1051
-#     "dr_grpo"  the same sums, over 4 answers * max_completion_length, say 4
+#     "dr_grpo"  the same sums, over 4 completions * max_completion_length, say 4
 #                loss = (0.6 + 0.04 * 0.7580) / 16 = 0.0394
 #
-# The gradient of the "grpo" loss with respect to log pi_theta of answer 2's token: the surrogate
-# gives 0.5 and the KL 1 - 2 = -1, so it is -(0.5 - 0.04 * (-1)) / 4 = -0.135. A step against it
-# makes the token likelier, as it should. For the first token of answer 1 the clip leaves only the
-# KL: 0.04 * (1 - 2/3) / 2 tokens / 4 answers = 0.0017. That makes it a little less likely.
+# The gradient of the "grpo" loss at the token of completion 2: the surrogate gives 0.5 and
+# the KL 1 - 2 = -1, so it is -(0.5 - 0.04 * (-1)) / 4 = -0.135. A step against it makes the
+# token likelier, as it should. At the first token of completion 1 the clip leaves only the
+# KL: 0.04 * (1 - 2/3) / 2 tokens / 4 completions = 0.0017. It makes the token rarer.
 #
-# With one update a step, training starts at a loss of 0: every ratio is 1 and every k3 is 0, so the
-# "grpo" loss is minus the mean of the advantages, and those sum to 0 in each group. Its gradient
-# with respect to a token's log pi is not 0, but -A / |o_i| / N. ("dapo" and "dr_grpo" weigh answers
-# by length.) Each step centres its advantages anew, so the loss says nothing of progress.
+# Why the loss starts at 0. In the first step every ratio is 1 and every k3 is 0. So the
+# "grpo" loss is minus the mean of the advantages, and those sum to 0 in each group. Its
+# gradient is not 0: at each token it is -A / |o_i| / N. Each step has new advantages around
+# 0, so the loss does not show progress. The reward does.
 #
-# That is GRPO, and you may stop here. What follows is where the five tensors of `grpo_loss` come
-# from. From now on callers mostly stand above what they call.
+# That is GRPO, and you may stop here. The rest of the file makes the five tensors that
+# `grpo_loss` needs. From here on, callers stand above what they call.
 
 
-# ---- 7. One step -------------------------------------------------------------------------------
-#   step          one round of the five moves: B questions are drawn, N = B * G answers sampled
-#   pass          once over all answers of a step, to learn from them; there are num_iterations
-#   mini-batch    a pass has num_mini_batches of them; each is one update of the weights
-#   micro-batch   the answers of a mini-batch that are computed at once, as memory allows. Their
-#                 gradients are added up, so how they are cut makes no difference but for rounding
+# ---- 6. Settings -------------------------------------------------------------------------
+def knob(default, text):
+    """A setting with its default. gsm8k_demo.py makes a flag of it, and `text` its help."""
+    return field(default=default, metadata={"help": text})
+
 
 @dataclass
-class Answer:
-    """One answer, and all that is known of it. Its ids are those that were drawn: a text that is
-    decoded and encoded again, as in much published code, need not give the same ones back."""
+class GRPOConfig:
+    """Every setting, mostly under TRL's names. ValueError for values that make no sense."""
 
-    prompt_ids: list  # the question's tokens
-    ids: list  # the t tokens that the model chose, the end token included
-    text: str  # those in words, without special tokens
-    truncated: bool  # it was cut off, at max_completion_length tokens
-    sampler_logprobs: torch.Tensor  # (t,) with which each was drawn; only for the log
-    # What the later moves find out:
-    example: Optional[dict] = None  # the row of the data set that was asked
+    # What is sampled in a step: prompts_per_step * num_generations completions.
+    num_generations: int = knob(8, "G, completions of each prompt; 4 is few, 16 is comfortable")
+    prompts_per_step: int = knob(32, "B, prompts in a step")
+    max_completion_length: int = knob(512, "tokens at which a completion is cut off")
+    temperature: float = knob(1.0, "of sampling and of the log-probs; a lower one explores less")
+    # The loss, sections 1 to 5.
+    beta: float = knob(0.04, "weight of the KL penalty; 0: none, and no reference in memory")
+    epsilon: float = knob(0.2, "how far the ratio may fall below 1 before the clip acts")
+    epsilon_high: Optional[float] = knob(None, "how far it may rise above 1; None: epsilon")
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = knob("grpo", "how to average over tokens")
+    scale_rewards: Literal["group", "none", "batch", "rloo"] = knob("group", "advantages' divisor")
+    # The relatives, sections 3 and 13.
+    kl_penalty_type: Literal["low_var_kl", "kl", "mse", "abs"] = knob("low_var_kl", "KL estimate")
+    use_bias_correction_kl: bool = knob(False, "multiply the KL by the ratio, as TRL does")
+    importance_sampling_level: Literal["token", "sequence"] = knob("token", "sequence: GSPO")
+    dynamic_sampling: int = knob(0, "rounds of replacing groups of equal rewards by fresh ones")
+    # The update, section 11.
+    steps: int = knob(300, "steps of sampling and learning")
+    num_iterations: int = knob(1, "passes over the completions of a step")
+    num_mini_batches: int = knob(1, "updates in each pass")
+    learning_rate: float = knob(1e-6, "of AdamW; 1e-6 to 1e-5 for models of a billion weights")
+    warmup_steps: int = knob(10, "steps over which the learning rate rises")
+    max_grad_norm: float = knob(1.0, "a gradient with a larger norm is scaled down to this norm")
+    # The run, section 12.
+    seed: int = knob(0, "decides the order of the examples and all that is drawn at random")
+    save_steps: int = knob(25, "steps between checkpoints; 0: never save one")
+    bf16: Optional[bool] = knob(None, "compute in bfloat16; None: where the GPU can")
+    micro_batch_size: int = knob(8, "completions computed at once; halved if memory runs out")
+
+    def __post_init__(self):
+        least = {"num_generations": 2, "prompts_per_step": 1, "max_completion_length": 1,
+                 "steps": 1, "num_iterations": 1, "num_mini_batches": 1, "micro_batch_size": 1,
+                 "temperature": 1e-6, "max_grad_norm": 1e-6}  # and 0 for all other numbers
+        for setting in fields(self):
+            name = setting.name
+            value = getattr(self, name)
+            if get_origin(setting.type) is Literal:
+                if value not in get_args(setting.type):
+                    raise ValueError(f"{name} is {value!r}, not one of {get_args(setting.type)}")
+            # Written so that NaN is refused as well: every comparison with it is false.
+            elif value is not None and not least.get(name, 0) <= value < math.inf:
+                raise ValueError(f"{name} is {value!r}, below {least.get(name, 0)} or not finite")
+
+
+# ---- 7. One step -------------------------------------------------------------------------
+#   step          the five moves once: B prompts, and N = B * G completions to learn from
+#   pass          every completion of the step is used once; there are num_iterations passes
+#   mini-batch    what one update uses: a pass is cut into num_mini_batches of them
+#   micro-batch   what is computed at once, so that it fits into memory. The gradients are
+#                 added up, so how a mini-batch is cut changes only the rounding
+
+@dataclass
+class Completion:
+    """L tokens that the model wrote after a prompt, and all that is known about them."""
+
+    example: dict  # the row of the data set: the prompt, and what the reward function needs
+    prompt_ids: list  # the tokens of the prompt
+    ids: list  # the L tokens as sampled, the end token included; encoding `text` may differ
+    text: str  # the same in words, without special tokens
+    truncated: bool  # cut off at max_completion_length, before an end token
+    sampler_logprobs: torch.Tensor  # (L,) log-probs at the draw; the log compares them
     reward: float = 0.0
     advantage: float = 0.0
-    old_logprobs: Optional[torch.Tensor] = None  # (t,) of pi_old, by the scorer; None: not needed
-    ref_logprobs: Optional[torch.Tensor] = None  # (t,) of pi_ref; None at beta = 0
+    old_logprobs: Optional[torch.Tensor] = None  # (L,) of pi_old; None with one update a step
+    ref_logprobs: Optional[torch.Tensor] = None  # (L,) of pi_ref; None at beta = 0
 
 
-@dataclass
-class Learner:
-    """What is kept from step to step. Section 13 makes it."""
+def train_step(learner, stream, reward_fn):
+    """The five moves, once. Returns the metrics of the step, a dict of finite numbers.
 
-    model: torch.nn.Module  # pi_theta: it samples, and it is scored
-    reference: Optional[torch.nn.Module]  # pi_ref; None at beta = 0
-    parameters: list  # the model's trained ones, in bfloat16 or float32
-    masters: list  # those in float32, moved by the optimizer; without bfloat16 the same memory
-    optimizer: torch.optim.Optimizer
-    at_once: dict  # how many "questions" are sampled, and "answers" scored, at once
-    history: list  # the metrics of all steps so far
-    questions_seen: int = 0
-    failed: int = 0  # steps in a row in which every update was skipped
-    groups: Optional[list] = None  # the last step's B groups of G answers, for the caller
-
-
-def train_step(learner, tokenizer, questions, reward_fn, config):
-    """One round of the five moves. Returns its metrics, a dict of finite numbers.
-
-    `questions` yields examples without end, dicts with a prompt. Section 10 says how `reward_fn` is
-    called; `config` is a GRPOConfig, section 12."""
+    The learner (section 12) holds settings, model and optimizer. The stream yields examples
+    without end. `grade` (section 9) calls the reward function."""
+    config = learner.config
     started = time.perf_counter()
-    # 1. Sample G answers to each of the next B questions: section 9.
-    examples = [next(questions) for _ in range(config.prompts_per_step)]
-    groups = sample(learner, tokenizer, examples, config)
-    # 2. Grade every answer: section 10.
-    grade(reward_fn, groups)
-    for _ in range(config.dynamic_sampling):  # 0 times, unless you ask for it: section 15
-        groups = replace_equal_groups(learner, tokenizer, questions, reward_fn, groups, config)
+    # 1 and 2. Sample G completions for each prompt, and reward each: sections 8 and 9.
+    groups = sample_and_grade(learner, stream, reward_fn, config.prompts_per_step)
+    for _ in range(config.dynamic_sampling):  # 0 times by default: section 13
+        kept = [group for group in groups if group_advantages(rewards_of([group])).any()]
+        if len(kept) == len(groups):
+            break
+        groups = kept + sample_and_grade(learner, stream, reward_fn, len(groups) - len(kept))
     sampled = time.perf_counter()
 
-    # 3. Compare each answer with its group. (Truncated ones as well: they belong to the baseline.)
+    # 3. Compare each completion with its group: section 1. Truncated ones belong to it too:
+    #    without them, the group's mean would be another.
     rewards = rewards_of(groups)  # (B, G)
     advantages = group_advantages(rewards, config.scale_rewards)  # (B, G)
-    answers = sum(groups, [])  # the groups joined: a list of N answers
-    for answer, advantage in zip(answers, advantages.flatten().tolist()):
-        answer.advantage = advantage
-    # A short answer beside a long one is mostly padding, so answers of like length are computed
-    # together. The longest come first: if memory is too small, it is too small at once.
-    answers.sort(key=lambda answer: len(answer.ids), reverse=True)
+    completions = sum(groups, [])  # the groups joined: a list of N
+    for completion, advantage in zip(completions, advantages.flatten().tolist()):
+        completion.advantage = advantage
+    # Completions of similar length are computed together, because padding costs time. The
+    # longest come first: if they do not fit into memory, that shows at once.
+    completions.sort(key=lambda completion: len(completion.ids), reverse=True)
 
-    # 4. Score: how likely does the reference find these tokens? If there are several updates, ask
-    #    the model as well, before the first one: section 8.
+    # 4. Compute the log-probs that stay constant: section 10.
     if learner.reference is not None:
-        write_logprobs(learner, learner.reference, answers, "ref_logprobs", config)
-    if config.num_iterations * config.num_mini_batches > 1:
-        write_logprobs(learner, learner.model, answers, "old_logprobs", config)
-    scored = time.perf_counter()
+        write_logprobs(learner, learner.reference, completions, "ref_logprobs")
+    if config.num_iterations * config.num_mini_batches > 1:  # else pi_old is pi_theta
+        write_logprobs(learner, learner.model, completions, "old_logprobs")
 
-    # 5. Update: section 11. Inside, the model scores the same tokens, with gradients.
-    metrics = update(learner, answers, config)
+    # 5. Update the weights: section 11.
+    metrics = update(learner, completions)
     learner.groups = groups
-    metrics["sample_seconds"] = sampled - started  # with grading
-    metrics["score_seconds"] = scored - sampled
-    metrics["update_seconds"] = time.perf_counter() - scored
-    metrics["learning_rate"] = learner.optimizer.param_groups[0]["lr"]
-    metrics["questions_seen"] = learner.questions_seen
-    return metrics | answer_metrics(answers, rewards)
-
-
-def rewards_of(groups):
-    """The rewards of B groups of G answers, as a tensor (B, G)."""
-    rewards = [[answer.reward for answer in group] for group in groups]
-    return torch.tensor(rewards, dtype=torch.float64)
-
-
-def answer_metrics(answers, rewards):
-    """What the log shows of N answers and their rewards (B, G). The README says what is healthy."""
-    equal = (group_advantages(rewards) == 0).all(dim=1)  # (B,)
-    logprobs = torch.cat([answer.sampler_logprobs for answer in answers])  # of all tokens
-    return {
+    logprobs = torch.cat([completion.sampler_logprobs for completion in completions])
+    return metrics | {
         "reward_mean": rewards.mean().item(),
         "reward_std": rewards.std(correction=0).item(),
-        "zero_variance_fraction": equal.double().mean().item(),
-        # The mean of -log pi over what pi draws. (A NaN would not be valid JSON.)
-        "entropy": -logprobs.nan_to_num().mean().item(),
-        "completion_length": len(logprobs) / len(answers),
-        "truncated_fraction": sum(answer.truncated for answer in answers) / len(answers),
+        "zero_variance_fraction": (advantages == 0).all(dim=1).float().mean().item(),
+        "entropy": -logprobs.mean().item(),  # the mean of -log pi over what pi draws
+        "completion_length": len(logprobs) / len(completions),
+        "truncated_fraction": sum(c.truncated for c in completions) / len(completions),
+        "examples_seen": learner.examples_seen,
+        "sample_seconds": sampled - started,
+        "update_seconds": time.perf_counter() - sampled,
     }
 
 
-# ---- 8. Log-probabilities: what a model thinks of each token now -------------------------------
-# To make a token likelier we need its log-probability as a number with a gradient. For that the
-# model reads prompt and answer once more, all tokens in parallel. This is called scoring.
-
-def token_logprobs(model, input_ids, attention_mask, completion_length, temperature=1.0):
-    """log pi of each completion token: ids and mask (N, P+T) -> (N, T), float32, differentiable.
-
-    T is `completion_length`. Prompts are padded on the left and completions on the right, so that
-    all completions begin in the same column. `temperature` must be the one that was sampled at:
-    else these are the log-probs of a policy that the tokens were not drawn from."""
-    T = completion_length
-    out = read(model, input_ids, attention_mask, use_cache=False, logits_to_keep=T + 1)
-    # Column j predicts the token in column j + 1, so the prompt's last column predicts the answer's
-    # first token, and the answer's last column has nothing left to predict.
-    return log_probability(out.logits[:, :-1], input_ids[:, -T:], temperature)
+def rewards_of(groups):
+    """The rewards of B groups of G completions, as a tensor (B, G)."""
+    rewards = [[completion.reward for completion in group] for group in groups]
+    return torch.tensor(rewards, dtype=torch.float64)
 
 
-def read(model, ids, mask, **more):
-    """Run the model on `ids` (n, t), which belong to the last t columns of `mask` (n, L). The
-    columns before them, if any, are in its cache. Returns its output."""
-    # Positions begin at 0 with the first real token of a row: padding before it must not count.
-    # Models with rotary positions forgive a shift, those with learned ones go wrong by many nats.
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)  # (n, L)
-    positions = positions[:, -ids.shape[1] :]  # (n, t)
-    return model(input_ids=ids, attention_mask=mask, position_ids=positions, **more)
-
-
-def log_probability(logits, ids, temperature=1.0):
-    """log softmax(logits / temperature) at the given tokens: (..., V), (...) -> (...)."""
-    logits = logits.float()  # a softmax in bfloat16 is off by hundredths of a nat
-    if temperature != 1:
-        logits = logits / temperature
-    # What the library calls cross-entropy is minus the log-probability of the token.
-    loss = F.cross_entropy(logits.flatten(0, -2), ids.flatten(), reduction="none")
-    return -loss.view(ids.shape)
-
-
-# `token_logprobs` would be enough. `score`, which the steps call, saves time: the answers to a
-# question have the same prompt, which it reads once. What attention layers keep of the tokens that
-# they have read (keys and values) is called the cache. To copy a prompt's cache to its answers is
-# an operation like any other: their gradients flow back through it, and add up.
-
-def score(model, answers, temperature):
-    """Log-probs (n, T) of n answers in any order, and their mask (n, T): as by `token_logprobs`."""
-    prompts = [answer.prompt_ids for answer in answers]
-    ids, mask = pad_rows([answer.ids for answer in answers], "right", model.device)  # (n, T)
-    T = ids.shape[1]
-    if not has_only_attention(model):
-        prompt_ids, prompt_mask = pad_rows(prompts, "left", model.device)  # (n, P)
-        input_ids = torch.cat([prompt_ids, ids], dim=1)  # (n, P+T)
-        attention_mask = torch.cat([prompt_mask, mask], dim=1)  # (n, P+T)
-        return token_logprobs(model, input_ids, attention_mask, T, temperature), mask
-    cache, logits, prompt_mask = read_prompts(model, prompts)
-    # The prompt predicts the answer's first token; each token but the last predicts the next.
-    logprobs = log_probability(logits, ids[:, 0], temperature).unsqueeze(1)  # (n, 1)
-    if T > 1:
-        attention_mask = torch.cat([prompt_mask, mask[:, :-1]], dim=1)  # (n, P+T-1)
-        out = read(model, ids[:, :-1], attention_mask, past_key_values=cache, use_cache=True)
-        others = log_probability(out.logits, ids[:, 1:], temperature)  # (n, T-1)
-        logprobs = torch.cat([logprobs, others], dim=1)
-    return logprobs, mask
-
-
-def pad_rows(rows, side, device):
-    """n lists of token ids -> ids (n, widest), and the mask (n, widest) of what is real.
-
-    The padding is -1, which is no token, until the mask is made. A mask made by `!= pad_token_id`
-    loses the end token wherever that is the padding, and the model is never taught to stop."""
-    rows = [torch.tensor(row) for row in rows]
-    ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side=side).to(device)
-    return ids.clamp(min=0), (ids >= 0).long()
-
-
-def has_only_attention(model):
-    """False if a layer is recurrent. Such layers have a state instead of keys and values, and
-    overwrite it in place, which gradients do not survive."""
-    config = model.config.get_text_config()  # of a model that sees pictures, the part about text
-    # The layers' kinds, by newer or older name. A model with neither is taken for attention only.
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", [])
-    return set(kinds) <= {"full_attention", "sliding_attention", "chunked_attention"}
-
-
-def read_prompts(model, prompts):
-    """Let the model read n prompts (lists of ids), each distinct one only once. Returns the cache
-    of n rows, the logits (n, V) of what comes next, and the mask (n, P)."""
-    prompts = [tuple(prompt) for prompt in prompts]
-    distinct = list(dict.fromkeys(prompts))  # each once, in the same order
-    places = [distinct.index(prompt) for prompt in prompts]
-    which = torch.tensor(places, device=model.device)  # (n,)
-    ids, mask = pad_rows(distinct, "left", model.device)
-    out = read(model, ids, mask, use_cache=True, logits_to_keep=1)
-    cache = out.past_key_values
-    cache.reorder_cache(which)  # row i becomes a copy of row which[i], so rows are repeated too
-    return cache, out.logits[which, -1], mask[which]
-
-
-@torch.no_grad()
-def write_logprobs(learner, model, answers, name, config):
-    """Score the answers with `model`, and keep the log-probs in their field `name`."""
-
-    def work(parts):
-        for part in parts:
-            logprobs, _ = score(model, part, config.temperature)  # (n, T)
-            for answer, row in zip(part, logprobs.cpu()):
-                setattr(answer, name, row[: len(answer.ids)])
-
-    in_parts(work, answers, learner.at_once, "answers")
-
-
-def in_parts(work, items, at_once, unit):
-    """Call work(parts), where `parts` are the items, cut into lists of at_once[unit]. Where memory
-    is too small, halve that number for good, and start over."""
-    while True:
-        count = max(1, min(at_once[unit], len(items)))
-        try:
-            return work([items[i : i + count] for i in range(0, len(items), count)])
-        except torch.OutOfMemoryError:
-            if count == 1:
-                raise
-        # Outside of `except`, because the error keeps its tensors in memory.
-        torch.cuda.empty_cache()
-        at_once[unit] = count // 2
-        tqdm.write(f"out of memory: from here on {count // 2} {unit} at once")
-
-
-# ---- 9. Sampling: G answers to every question --------------------------------------------------
-# Sampling is scoring with the tokens not yet there: the model reads the prompt, a token is drawn
-# from what it says comes next, the model reads that token, and so on. `model.generate` does so too,
-# but with the checkpoint's own settings mixed in: those of Qwen2.5-0.5B-Instruct are top_p 0.8,
-# top_k 20 and repetition_penalty 1.1, and without them the library's default is top_k 50. The
-# tokens then come from another distribution than the one whose probabilities go into the ratio. The
-# loop below draws from all of softmax(logits / temperature), and keeps the log-probs it drew with.
+# ---- 8. Sampling: move 1 -----------------------------------------------------------------
+# The model reads the prompt and gives a probability to each possible next token. One is
+# drawn, the model reads it, and so on. `model.generate` does this too, but with the
+# checkpoint's own settings: Qwen2.5-0.5B-Instruct has top_p 0.8, top_k 20 and
+# repetition_penalty 1.1, and the library's default is top_k 50. Its tokens come from
+# another distribution than the one whose log-probs go into the ratio. The loop below draws
+# from exactly softmax(logits / temperature).
 #
-# These let us check that sampler and scorer agree. A ratio of 1 at the first update proves nothing:
-# both its sides, pi_theta and pi_old, come from the scorer. But the mean distance between the
-# sampler's log-probs and the scorer's is logged as sampler_gap: 1e-6 in float32, a few hundredths
-# at most in bfloat16, which rounds differently in the two. More means that one of them uses another
-# temperature, another mask, or other positions.
+# It also keeps the log-prob of each draw. Their mean distance from the log-probs of section
+# 10 is logged as sampler_gap: about 1e-6 in float32, and a few hundredths at most in
+# bfloat16, where the two round differently. A larger gap means that they differ in
+# temperature, mask or positions. (The ratio of 1 at the first update cannot show this,
+# since both of its sides come from section 10.)
 
-def sample(learner, tokenizer, examples, config):
-    """A group of G answers to each of the examples' prompts, all at once if memory allows: on a GPU
-    each token waits for the launch of hundreds of kernels, so many rows take as long as few."""
+# cuDNN's attention, the first choice on newer GPUs, has given NaN gradients with masks
+# (pytorch#196678), and needs a new plan for each length, which here is each token.
+torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def work(parts):
-        groups = []
-        for part in parts:
-            prompts = [example["prompt"] for example in part]
-            groups += sample_groups(
-                learner.model, tokenizer, prompts, config.num_generations,
-                max_completion_length=config.max_completion_length,
-                temperature=config.temperature)
-        return groups
 
-    groups = in_parts(work, examples, learner.at_once, "questions")
-    for example, group in zip(examples, groups):
-        for answer in group:
-            answer.example = example
+def sample_and_grade(learner, stream, reward_fn, count):
+    """`count` groups of G completions with rewards, for the next examples of the stream."""
+    config = learner.config
+    examples = [next(stream) for _ in range(count)]
+
+    def sample(part):
+        return sample_groups(learner.model, learner.tokenizer, part, config.num_generations,
+                             config.max_completion_length, config.temperature)
+
+    # All at once, if memory allows: many rows take a GPU little more time than few.
+    groups = sum(in_parts(sample, examples, learner.at_once, "prompts"), [])
+    grade(reward_fn, sum(groups, []))
     return groups
 
 
 @torch.no_grad()
-def sample_groups(model, tokenizer, prompts, num_generations, *, max_completion_length,
+def sample_groups(model, tokenizer, examples, num_generations, max_completion_length,
                   temperature=1.0):
-    """Sample G = `num_generations` answers to each of B prompts: a list of B lists of G `Answer`.
+    """G = `num_generations` completions for each of B examples: B lists of G `Completion`.
 
-    `prompts` are strings, or chats: lists of messages with role and content. Tokens are drawn from
-    exactly softmax(logits / temperature), up to the first of the model's end tokens, or
-    `max_completion_length` tokens. Temperature 0 takes the likeliest token each time, and its
-    log-probs are those at temperature 1. Reproducible under torch.manual_seed. Leaves the model in
-    eval mode. ValueError for numbers out of range, no prompts, an empty one, or no end token."""
+    Examples are dicts with a "prompt": a string, or a chat (a list of messages with role
+    and content). A completion ends with the first end token, or is cut off at the limit.
+    Temperature 0 takes the likeliest token each time, with its log-prob at temperature 1.
+    Reproducible under torch.manual_seed. Leaves the model in eval mode. ValueError for
+    numbers out of range, and for a prompt that is empty or too long."""
     G = num_generations
-    cap = max_completion_length
-    in_range = G >= 1 and cap >= 1 and 0 <= temperature < math.inf
-    if isinstance(prompts, str) or not prompts or not in_range:
-        raise ValueError(f"wanted prompts, G, cap >= 1, temperature >= 0, "
-                         f"got {prompts!r:.99}, {G}, {cap}, {temperature}")
+    if min(G, max_completion_length) < 1 or not 0 <= temperature < math.inf:
+        raise ValueError(f"{G} completions of {max_completion_length} tokens at temperature "
+                         f"{temperature}: wanted at least 1, 1 and 0")
     model.eval()
     end_ids = end_token_ids(model, tokenizer)
-    asked = []  # N = B * G prompts
-    for prompt in prompts:
-        asked += [encode_prompt(tokenizer, prompt)] * G
-    cache, logits, mask = read_prompts(model, asked)
-    ids = torch.full((len(asked), cap), -1, device=model.device)  # (N, cap) to be filled
-    logprobs = torch.zeros(ids.shape, device=model.device)
-    # Rows that have ended leave the batch. `live` (n,) are those of the N that are still in it;
-    # cache, logits and mask have n rows.
-    live = torch.arange(len(asked), device=model.device)
-    for t in range(cap):
-        if t > 0:  # read the token that was drawn last
-            mask = F.pad(mask, (0, 1), value=1)  # (n, P+t)
-            out = read(model, ids[live, t - 1 : t], mask, past_key_values=cache, use_cache=True)
-            logits = out.logits[:, -1]  # (n, V)
-        tokens = draw_tokens(logits, temperature)  # (n,)
-        ids[live, t] = tokens
-        logprobs[live, t] = log_probability(logits, tokens, temperature or 1.0)
-        # Not at every token, because to ask a GPU which rows have ended is to wait for it. What an
-        # ended row still draws is cut off below.
-        if t % 4 == 3:
-            ended = torch.isin(ids[live], torch.tensor(end_ids, device=ids.device)).any(dim=1)
-            going_on = (~ended).nonzero().squeeze(1)  # places among the n
-            if len(going_on) == 0:
-                break
-            if len(going_on) < len(live):
-                cache.reorder_cache(going_on)
-                live = live[going_on]
-                mask = mask[going_on]
+    ends = torch.tensor(end_ids, device=model.device)
+    prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
+    ids, mask = pad_rows(prompts, "left", model.device)  # (B, P)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    if ids.shape[1] + max_completion_length > context:
+        raise ValueError(f"a prompt of {ids.shape[1]} tokens and a completion of "
+                         f"{max_completion_length} do not fit into the model's {context}")
+    out = forward(model, ids, mask, use_cache=True, logits_to_keep=1)
+    # Each prompt is read once. What the model keeps of the tokens it has read is the cache.
+    cache = out.past_key_values
+    rows = torch.arange(len(prompts), device=model.device).repeat_interleave(G)  # (N,)
+    cache.reorder_cache(rows)  # row i becomes a copy of row rows[i], so each prompt has G rows
+    logits = out.logits[rows, -1]  # (N, V)
+    mask = mask[rows]  # (N, P)
 
-    answers = []
-    logprobs = logprobs.cpu()
-    for row, drawn in enumerate(ids.tolist()):
-        ends = [t for t in range(cap) if drawn[t] in end_ids]
-        length = min(ends, default=cap - 1) + 1  # up to the first end token, and with it
-        own = drawn[:length]
-        text = tokenizer.decode(own, skip_special_tokens=True)
-        answers.append(Answer(asked[row], own, text, not ends, logprobs[row, :length]))
-    return [answers[start : start + G] for start in range(0, len(answers), G)]
+    drawn = torch.full((len(rows), max_completion_length), -1, device=model.device)
+    logprobs = torch.zeros(drawn.shape, device=model.device)
+    live = torch.arange(len(rows), device=model.device)  # (n,) the rows that have not ended
+    for t in range(max_completion_length):
+        tokens = draw_tokens(logits, temperature)  # (n,)
+        drawn[live, t] = tokens
+        logprobs[live, t] = log_probability(logits, tokens, temperature or 1.0)
+        going_on = (~torch.isin(tokens, ends)).nonzero().squeeze(1)  # their places among the n
+        if len(going_on) < len(live):  # rows that have ended leave the batch
+            live, tokens, mask = live[going_on], tokens[going_on], mask[going_on]
+            cache.reorder_cache(going_on)
+        if len(live) == 0 or t + 1 == max_completion_length:
+            break
+        mask = F.pad(mask, (0, 1), value=1)  # (n, P+t+1): the token just drawn is read next
+        out = forward(model, tokens.unsqueeze(1), mask, past_key_values=cache, use_cache=True)
+        logits = out.logits[:, -1]  # (n, V)
+
+    groups = [[] for _ in examples]
+    for i, (row, row_logprobs) in enumerate(zip(drawn.tolist(), logprobs.cpu())):
+        own = [token for token in row if token >= 0]
+        groups[i // G].append(Completion(
+            example=examples[i // G], prompt_ids=prompts[i // G], ids=own,
+            text=tokenizer.decode(own, skip_special_tokens=True),
+            truncated=own[-1] not in end_ids, sampler_logprobs=row_logprobs[: len(own)]))
+    return groups
 
 
 def draw_tokens(logits, temperature):
-    """A token for each row, from softmax(logits / temperature): (n, V) -> (n,)."""
+    """One token for each row, from softmax(logits / temperature): (n, V) -> (n,)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
-    # Lay the V probabilities end to end on a line, and see on whose stretch a random point falls.
-    # (torch.multinomial does the same, much slower on a CPU, and makes the CPU wait for a GPU.)
     probabilities = (logits.float() / temperature).softmax(dim=-1)  # (n, V)
-    wide = torch.float64  # a float32 sum of 150,000 terms loses the small ones
-    if logits.device.type == "mps":
-        wide = torch.float32  # Apple's GPUs have no other
-    ends = probabilities.cumsum(dim=-1, dtype=wide)  # (n, V) where the stretches end
-    total = ends[:, -1:]  # (n, 1) the line's length: 1, but for rounding
-    points = torch.rand_like(total) * total  # (n, 1)
-    # right=True: a point between two stretches belongs to the later one. So a token of probability
-    # 0, whose stretch is empty, is not hit. If the logits are NaN, the point is beyond all.
-    tokens = torch.searchsorted(ends, points, right=True).squeeze(1)  # (n,)
-    return tokens.clamp(max=logits.shape[1] - 1)
+    return torch.multinomial(probabilities, num_samples=1).squeeze(1)
 
 
 def encode_prompt(tokenizer, prompt):
     """A prompt, a string or a chat, as a list of token ids. ValueError if it has none."""
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
-    else:  # add_generation_prompt: what follows is the assistant's turn, and no longer the user's
+    else:  # add_generation_prompt opens the assistant's turn, which the model then writes
         ids = tokenizer.apply_chat_template(
             prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
     if not ids:
-        raise ValueError(f"the prompt {prompt!r} has no tokens, so there is nothing to go on from")
+        raise ValueError(f"the prompt {prompt!r} has no tokens, so nothing can follow it")
     return ids
 
 
 def end_token_ids(model, tokenizer):
-    """All ids that end an answer, sorted. Qwen has two, and to miss one would train the model on
-    what it babbles after its answer. ValueError if there is none."""
+    """All token ids that end a completion, sorted. ValueError if there are none."""
+    # Qwen has two, and no single place is sure to know both. A sampler that misses one goes
+    # on after the end, and the model is trained on what follows.
     found = set()
-    for source in (model.generation_config, model.config, tokenizer):  # any of them may know some
+    for source in (model.generation_config, model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
-        if isinstance(ids, int):
-            ids = [ids]
-        found.update(ids or [])
+        found.update([ids] if isinstance(ids, int) else ids or [])
     if not found:
-        raise ValueError("neither model nor tokenizer has an eos_token_id: no answer could end")
+        raise ValueError("model and tokenizer have no eos_token_id, so no completion could end")
     return sorted(found)
 
 
-# ---- 10. Grading -------------------------------------------------------------------------------
-# A reward function has the signature that TRL expects (Hugging Face's library for such training,
-# where many readers will go next), so one written here runs there. For a data set of chats with a
-# column `answer`, the rule of section 1 is
-#
-#     def boxed_reward(prompts, completions, answer, **other_columns):
-#         texts = [completion[0]["content"] for completion in completions]
-#         return [rule_reward(text, right) for text, right in zip(texts, answer)]
+def pad_rows(rows, side, device):
+    """n lists of token ids -> ids (n, longest), and the mask (n, longest) of real ones."""
+    # The padding is -1 until the mask is made. A mask made by `ids != pad_token_id` loses
+    # the end token where a model pads with it. Then the model does not learn to stop.
+    rows = [torch.tensor(row) for row in rows]
+    ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side=side).to(device)
+    return ids.clamp(min=0), (ids >= 0).long()
 
-def grade(reward_fn, groups):
-    """Call the reward function for groups of answers, N in all, and keep the rewards in them.
 
-        reward_fn(prompts=, completions=, completion_ids=, **other columns) -> N finite numbers
+def forward(model, ids, mask, **more):
+    """Run the model on ids (n, k). If the mask (n, K) is wider, the cache has the rest."""
+    # Positions count the real tokens of a row from 0. Rotary positions tolerate a shift by
+    # the padding on the left. With learned ones the log-probs would be wrong by many nats.
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)  # (n, K)
+    return model(input_ids=ids, attention_mask=mask, position_ids=positions[:, -ids.shape[1] :],
+                 **more)
 
-    Each argument is a list of N values, which the function must not change. Completions are strings
-    where prompts are, else chats of one message. ValueError for too few numbers, NaN, inf."""
-    answers = sum(groups, [])
+
+def log_probability(logits, ids, temperature=1.0):
+    """log softmax(logits / temperature) at the given tokens: (..., V), (...) -> (...)."""
+    logits = logits.float() / temperature  # in bfloat16 it would be off by hundredths of a nat
+    # PyTorch's cross-entropy is minus the log-probability of the token.
+    loss = F.cross_entropy(logits.flatten(0, -2), ids.flatten(), reduction="none")
+    return -loss.view(ids.shape)
+
+
+# ---- 9. The reward: move 2 ---------------------------------------------------------------
+# Where the right answer is known, as in mathematics, a rule can judge, and no reward model
+# is needed. A model under training writes anything at all. So the rule must never raise,
+# never take long, and never run what it reads (no eval). A right answer without a box earns
+# 0, since a number in the text can be there by accident. So a small model learns to write
+# the box first. If the mean reward then stays at 0.5, it has learned only that: the
+# smallest case of "reward hacking".
+def rule_reward(completion, answer):
+    r"""0.0 without a \boxed{...}, 0.5 with one, 1.5 if the last one holds the answer.
+
+    `completion` is what the model wrote, and `answer` the right answer, both strings. A
+    blank box counts as none. Box and answer are compared as strings, and as numbers that
+    may differ by less than 0.01. Never raises, and takes linear time."""
+    boxed = extract_boxed(completion)
+    if not boxed:
+        return 0.0
+    if boxed == answer.strip():
+        return 1.5
+    given = read_number(boxed)
+    wanted = read_number(answer)
+    # round: 5.01 - 5 is 0.00999... in floating point, and would count as below 0.01.
+    if given is not None and wanted is not None and round(abs(given - wanted), 9) < 0.01:
+        return 1.5
+    return 0.5
+
+
+def extract_boxed(text):
+    r"""The contents of the last \boxed{...}, without blanks around them. Braces in it are
+    matched: \boxed{\frac{1}{2}} holds \frac{1}{2}. None if it is missing or incomplete."""
+    _, mark, rest = text.rpartition(r"\boxed{")
+    if not mark:
+        return None
+    depth = 1
+    for end, character in enumerate(rest):
+        if character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+        if depth == 0:
+            return rest[:end].strip()
+    return None
+
+
+def read_number(text):
+    r"""The number in `text` as a float, or None. "1,000", "1{,}000", "$1000", "1000\%",
+    "1000." and "1000.0" are all one thousand. "12,34", "3 4", "1_000", "1e3", "nan" and the
+    digits of other scripts are no numbers."""
+    text = re.sub(r"\\?[$%]", " ", text.replace("{,}", ",")).strip()
+    text = text.removesuffix(".").strip()  # the full stop of a sentence
+    # float() alone would also take "nan", "1_000" and Arabic digits.
+    pattern = r"[+-]?\s*([0-9]{1,3}(,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(\.[0-9]*)?"
+    if not re.fullmatch(pattern, text):
+        return None
+    return float(re.sub(r"[,\s]", "", text))
+
+
+def grade(reward_fn, completions):
+    """Call the reward function, and keep the rewards in the completions.
+
+        reward_fn(prompts=, completions=, completion_ids=, **columns) -> N finite numbers
+
+    TRL calls it in the same way, so a reward function written for one runs in the other.
+    Each argument is a list of N values. A string prompt has a string as its completion, and
+    a chat has a chat of one message. ValueError for a wrong count, for NaN and for inf."""
     columns = {}
-    for name in answers[0].example:
-        columns[name] = [answer.example[name] for answer in answers]
+    for name in completions[0].example:
+        columns[name] = [completion.example[name] for completion in completions]
     prompts = columns.pop("prompt")
-    completions = [answer.text for answer in answers]
-    if not isinstance(prompts[0], str):
-        completions = [[{"role": "assistant", "content": text}] for text in completions]
-    rewards = reward_fn(prompts=prompts, completions=completions,
-                        completion_ids=[answer.ids for answer in answers], **columns)
-    if len(rewards) != len(answers):
-        raise ValueError(f"the reward function returned {len(rewards)} of {len(answers)} numbers")
-    for answer, reward in zip(answers, rewards):
-        answer.reward = float(reward)
-        if not math.isfinite(answer.reward):
-            raise ValueError(f"the reward function returned {reward} for {answer.text!r:.200}")
+    texts = []
+    for completion, prompt in zip(completions, prompts):
+        message = {"role": "assistant", "content": completion.text}
+        texts.append(completion.text if isinstance(prompt, str) else [message])
+    rewards = reward_fn(prompts=prompts, completions=texts,
+                        completion_ids=[completion.ids for completion in completions], **columns)
+    if len(rewards) != len(completions):
+        raise ValueError(f"the reward function returned {len(rewards)} numbers "
+                         f"for {len(completions)} completions")
+    for completion, reward in zip(completions, rewards):
+        completion.reward = float(reward)
+        if not math.isfinite(completion.reward):
+            raise ValueError(f"the reward function returned {reward} for {completion.text!r:.200}")
 
 
-# ---- 11. The update ----------------------------------------------------------------------------
-# The loss, its gradient, and a step of the optimizer, for each mini-batch.
+# ---- 10. Log-probs: move 4 ---------------------------------------------------------------
+# `backward` needs log-probs with a graph. So the model reads prompt and completion once
+# more. All tokens are known now, so it reads them in parallel.
+def token_logprobs(model, input_ids, attention_mask, completion_length, temperature=1.0):
+    """log pi of each completion token: ids and mask (N, P+T) -> (N, T), float32 with graph.
 
-def update(learner, answers, config):
-    """Learn from answers: num_iterations passes of num_mini_batches updates each.
+    T is `completion_length`. Prompts are padded on the left and completions on the right,
+    so all completions begin in the same column. `temperature` must be that of sampling, or
+    these are the log-probs of another policy than the one that wrote the tokens."""
+    T = completion_length
+    out = forward(model, input_ids, attention_mask, use_cache=False, logits_to_keep=T + 1)
+    # Column j predicts the token of column j + 1, so the logits begin one column earlier.
+    return log_probability(out.logits[:, :-1], input_ids[:, -T:], temperature)
 
-    Returns metrics, mostly averaged over the tokens learned from or over the updates. An update
-    whose gradient is not finite is skipped; FloatingPointError after three steps of nothing else.
-    The model stays in eval mode: with dropout, pi_theta and pi_old would be different networks."""
-    results = []  # the metrics of micro-batches
-    norms = []  # the lengths of the updates' gradients
+
+def compute_logprobs(model, completions, temperature):
+    """Log-probs (n, T) of n completions' tokens, and the mask (n, T) of real tokens."""
+    prompts = [completion.prompt_ids for completion in completions]
+    prompt_ids, prompt_mask = pad_rows(prompts, "left", model.device)  # (n, P)
+    ids, mask = pad_rows([completion.ids for completion in completions], "right", model.device)
+    input_ids = torch.cat([prompt_ids, ids], dim=1)  # (n, P+T)
+    attention_mask = torch.cat([prompt_mask, mask], dim=1)  # (n, P+T)
+    return token_logprobs(model, input_ids, attention_mask, ids.shape[1], temperature), mask
+
+
+@torch.no_grad()
+def write_logprobs(learner, model, completions, name):
+    """Compute the completions' log-probs by `model`, and keep them in the field `name`."""
+
+    def write(part):
+        logprobs, _ = compute_logprobs(model, part, learner.config.temperature)  # (n, T)
+        for completion, row in zip(part, logprobs.cpu()):
+            setattr(completion, name, row[: len(completion.ids)])
+
+    in_parts(write, completions, learner.at_once, "completions")
+
+
+def in_parts(work, items, at_once, unit):
+    """[work(part), ...], with at_once[unit] items in each part. Where memory runs out, that
+    number is halved for the rest of the run, and only the failed part is done again."""
+    results = []
+    while items:
+        part = items[: at_once[unit]]
+        try:
+            results.append(work(part))
+        except torch.OutOfMemoryError:
+            if at_once[unit] == 1:
+                raise
+            at_once[unit] //= 2
+            tqdm.write(f"out of memory: from here on {at_once[unit]} {unit} at once")
+        else:
+            items = items[len(part) :]
+            continue
+        torch.cuda.empty_cache()  # not in `except`, where the error keeps its tensors alive
+    return results
+
+
+# ---- 11. The update: move 5 --------------------------------------------------------------
+def update(learner, completions):
+    """num_iterations passes over the completions, of num_mini_batches updates each. Returns
+    metrics. The model stays in eval mode: dropout would make pi_theta differ from
+    pi_old."""
+    config = learner.config
+    results = []  # the metrics of all micro-batches
+    norms = []  # the norms of the gradients of all updates
     for _ in range(config.num_iterations):
-        order = torch.randperm(len(answers))  # every pass has all answers, shuffled anew
+        order = torch.randperm(len(completions))  # every pass has all of them, in a new order
         for places in order.tensor_split(config.num_mini_batches):
-            mini_batch = [answers[i] for i in sorted(places.tolist())]  # the longest first
-            found = compute_gradient(learner, mini_batch, config)
-            # A gradient that is too long is cut: a strange batch does no more harm than others.
-            norm = torch.nn.utils.clip_grad_norm_(learner.masters, config.max_grad_norm).item()
-            if not math.isfinite(norm):
-                tqdm.write(f"update skipped: the gradient's length is {norm}")
+            mini_batch = [completions[i] for i in sorted(places.tolist())]  # the longest first
+            # Without KL, a completion whose advantage is 0 has no gradient. It is left out
+            # here, but it counts in the averages.
+            teaching = [c for c in mini_batch if c.advantage != 0 or config.beta > 0]
+            if not teaching:
+                norms.append(0.0)
                 continue
-            learner.optimizer.step()
-            for parameter, master in zip(learner.parameters, learner.masters):
-                parameter.data.copy_(master)  # rounds in bfloat16; otherwise changes nothing
-            results += found
-            norms.append(norm)
-    learner.optimizer.zero_grad()  # sampling needs the memory
-    learner.failed = 0 if norms else learner.failed + 1
-    if learner.failed == 3:
-        raise FloatingPointError("three steps in a row without an update")
+            for master in learner.masters:
+                master.grad = torch.zeros_like(master)
+            found = in_parts(lambda part: backward(learner, part, mini_batch), teaching,
+                             learner.at_once, "completions")
+            norm = torch.nn.utils.clip_grad_norm_(learner.masters, config.max_grad_norm).item()
+            if math.isfinite(norm):
+                learner.optimizer.step()
+                for parameter, master in zip(learner.parameters, learner.masters):
+                    parameter.data.copy_(master)  # rounds, if the parameter is in bfloat16
+                results += found
+                norms.append(norm)
+            else:
+                tqdm.write(f"update skipped: the norm of the gradient is {norm}")
+            learner.optimizer.zero_grad()  # sampling needs the memory
 
     tokens = max(1, sum(result["tokens"] for result in results))
     updates = max(1, len(norms))
-    metrics = {
-        "loss": sum(result["loss"] for result in results) / updates,
-        "grad_norm": sum(norms) / updates,
-        "ratio_max": max((result["ratio_max"] for result in results), default=0.0),
-        "skipped_updates": config.num_iterations * config.num_mini_batches - len(norms),
-    }
+    metrics = {"loss": sum(result["loss"] for result in results) / updates,
+               "ratio_max": max((result["ratio_max"] for result in results), default=0.0),
+               "grad_norm": sum(norms) / updates,
+               "skipped_updates": config.num_iterations * config.num_mini_batches - len(norms),
+               "learning_rate": learner.optimizer.param_groups[0]["lr"]}
     for name in ("kl", "clip_fraction", "sampler_gap"):
         metrics[name] = sum(result[name] * result["tokens"] for result in results) / tokens
     return metrics
 
 
-def compute_gradient(learner, mini_batch, config):
-    """Leave the loss's gradient in the masters' .grad. Returns the micro-batches' metrics."""
-    answers = mini_batch
-    if config.mask_truncated_completions:
-        answers = [answer for answer in answers if not answer.truncated]
-    tokens_in_all = sum(len(answer.ids) for answer in answers)
-    if config.beta == 0:
-        # Without KL, an answer whose advantage is 0 has no gradient, and need not be computed. It
-        # still counts in the divisors. (If there is no other, the weights do not move at all.)
-        answers = [answer for answer in answers if answer.advantage != 0]
+def backward(learner, part, mini_batch):
+    """Add the gradient of a micro-batch, `part` of the mini-batch, to those of the masters.
+    Returns its metrics. If memory runs out before the end, the masters have got nothing of
+    it, so it can be done again in smaller parts."""
+    config = learner.config
+    learner.model.zero_grad()  # what is left from a pass that ran out of memory
+    logprobs, mask = compute_logprobs(learner.model, part, config.temperature)  # (n, T)
 
-    def work(parts):
-        learner.optimizer.zero_grad()  # the masters': of the last update
-        learner.model.zero_grad()  # the parameters': left over if memory ran out
-        results = []
-        for part in parts:
-            loss, metrics = micro_batch_loss(learner, part, config)
-            # An average over a micro-batch counts by its share of the mini-batch: of the tokens if
-            # it is over tokens, else of the answers. If all counted the same, the cut would matter.
-            share = len(part) / len(mini_batch)
-            if config.loss_type == "dapo":
-                share = metrics["tokens"] / tokens_in_all
-            (loss * share).backward()
-            add_to_masters(learner)
-            metrics["loss"] *= share
-            results.append(metrics)
-        return results
+    def padded(name):  # (n, T) the log-probs that the completions keep under this name
+        rows = [getattr(completion, name) for completion in part]
+        if rows[0] is None:
+            return None
+        return pad_sequence(rows, batch_first=True).to(mask.device)
 
-    return in_parts(work, answers, learner.at_once, "answers")
-
-
-def micro_batch_loss(learner, answers, config):
-    """The loss over n answers, differentiable, and a dict of metrics."""
-    logprobs, mask = score(learner.model, answers, config.temperature)  # (n, T)
-    # With one update per step, pi_old is pi_theta itself, held constant. The ratio is then 1, but
-    # its gradient is not 0: it is that of log pi_theta.
-    old_logprobs = logprobs.detach()
-    if answers[0].old_logprobs is not None:
-        # Several updates: what the scorer said before the first. (Not what the sampler said: in
-        # bfloat16 the two round differently, which would look like a policy that has moved.)
-        old_logprobs = pad_logprobs(answers, "old_logprobs").to(mask.device)
-    ref_logprobs = None
-    if learner.reference is not None:
-        ref_logprobs = pad_logprobs(answers, "ref_logprobs").to(mask.device)
-    advantages = torch.tensor([answer.advantage for answer in answers], device=mask.device)  # (n,)
+    # With one update a step, pi_theta is still pi_old: the ratio is 1, with the gradient of
+    # log pi_theta. With several updates, pi_old's log-probs were computed before the first.
+    # (The sampler's would not do. In bfloat16 they are rounded differently, which would
+    # look like a policy that has moved.)
+    old_logprobs = padded("old_logprobs")
+    if old_logprobs is None:
+        old_logprobs = logprobs.detach()
+    advantages = torch.tensor([completion.advantage for completion in part], device=mask.device)
     loss, metrics = grpo_loss(
-        logprobs, old_logprobs, ref_logprobs, advantages, mask, epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high, beta=config.beta, loss_type=config.loss_type,
-        max_completion_length=config.max_completion_length,
+        logprobs, old_logprobs, padded("ref_logprobs"), advantages, mask,
+        epsilon=config.epsilon, epsilon_high=config.epsilon_high, beta=config.beta,
+        loss_type=config.loss_type, max_completion_length=config.max_completion_length,
         kl_penalty_type=config.kl_penalty_type,
         importance_sampling_level=config.importance_sampling_level,
         use_bias_correction_kl=config.use_bias_correction_kl)
-    sampler_logprobs = pad_logprobs(answers, "sampler_logprobs").to(mask.device)
-    metrics["sampler_gap"] = masked_mean((sampler_logprobs - old_logprobs).abs(), mask).item()
+    gap = (padded("sampler_logprobs") - old_logprobs).abs()  # (n, T)
+    metrics["sampler_gap"] = masked_mean(gap, mask).item()
     metrics["tokens"] = int(mask.sum())
-    return loss, metrics
-
-
-def pad_logprobs(answers, name):
-    """The log-probs that n answers have under this name: (n, T), 0 where there is no token."""
-    return pad_sequence([getattr(answer, name) for answer in answers], batch_first=True)
-
-
-def add_to_masters(learner):
-    """Add the gradients of the parameters to those of the masters, in float32, and free them."""
+    # A mean over a part counts by its share of the mini-batch: of the tokens for "dapo",
+    # else of the completions. Otherwise the gradient would depend on the cut.
+    share = len(part) / len(mini_batch)
+    if config.loss_type == "dapo":
+        share = metrics["tokens"] / sum(len(completion.ids) for completion in mini_batch)
+    metrics["loss"] = loss.item() * share
+    (loss * share).backward()
     for parameter, master in zip(learner.parameters, learner.masters):
         if parameter.grad is not None:
-            so_far = 0 if master.grad is None else master.grad
-            master.grad = so_far + parameter.grad.float()
+            master.grad += parameter.grad  # in float32
             parameter.grad = None
+    return metrics
 
 
-# ---- 12. Settings ------------------------------------------------------------------------------
+# ---- 12. The run -------------------------------------------------------------------------
+def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=False,
+          after_step=None):
+    r"""Train `model` in place. Returns the metrics of all steps, a list of dicts.
 
-def knob(default, text):
-    """A setting; `text` is what a program's --help prints."""
-    return field(default=default, metadata={"help": text})
+    `dataset` is a datasets.Dataset or a list of dicts. Each row has a `prompt`, a string or
+    a chat, and what the reward function needs. A real call, on a GPU:
 
+        model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B").to("cuda")
+        tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B")
+        sums = [{"prompt": f"{n}+{n} = \\boxed", "answer": str(n + n)} for n in range(99)]
+        def reward(completions, answer, **columns):
+            return [rule_reward("\\boxed" + x, a) for x, a in zip(completions, answer)]
+        train(model, tokenizer, sums, reward, GRPOConfig(steps=20, learning_rate=1e-5))
 
-@dataclass
-class GRPOConfig:
-    """Every setting, mostly under TRL's names. ValueError for impossible values."""
-
-    # What is sampled in a step: prompts_per_step * num_generations answers.
-    num_generations: int = knob(8, "G, answers to each question; 4 is few, 16 is comfortable")
-    prompts_per_step: int = knob(32, "B, questions in a step")
-    max_completion_length: int = knob(512, "the cap: tokens at which an answer is cut off")
-    temperature: float = knob(1.0, "of sampling and of scoring; a lower one explores less")
-    # The loss, sections 2 to 6.
-    beta: float = knob(0.04, "weight of the KL penalty; 0: none, and no reference in memory")
-    epsilon: float = knob(0.2, "how far the ratio may fall below 1 before the clip acts")
-    epsilon_high: Optional[float] = knob(None, "how far it may rise above 1; default: epsilon")
-    loss_type: str = knob("grpo", "average over the tokens: grpo, dapo or dr_grpo")
-    scale_rewards: str = knob("group", "scale of the advantages: group, none, batch or rloo")
-    # The relatives, section 15.
-    kl_penalty_type: str = knob("low_var_kl", "low_var_kl (that is k3), kl, abs or mse")
-    use_bias_correction_kl: bool = knob(False, "multiply the KL by the ratio, as TRL does")
-    importance_sampling_level: str = knob("token", "one ratio for each token, or sequence: GSPO")
-    mask_truncated_completions: bool = knob(False, "leave cut answers out of the loss")
-    dynamic_sampling: int = knob(0, "rounds of replacing groups of equal rewards by fresh ones")
-    # The update, section 11.
-    steps: int = knob(300, "rounds of sampling and learning")
-    num_iterations: int = knob(1, "passes over the answers of a step")
-    num_mini_batches: int = knob(1, "updates in each pass")
-    learning_rate: float = knob(1e-6, "of AdamW; 1e-6 to 1e-5 for models of a billion weights")
-    warmup_steps: int = knob(10, "steps over which the learning rate is reached")
-    max_grad_norm: float = knob(1.0, "length to which a longer gradient is cut")
-    # The run.
-    seed: int = knob(0, "decides the order of the questions and all that is drawn at random")
-    save_steps: int = knob(25, "steps between checkpoints; 0: never save one")
-    bf16: Optional[bool] = knob(None, "bfloat16 over float32 masters; default: where the GPU can")
-    micro_batch_size: int = knob(8, "answers scored at once; halved where memory is too small")
-
-    def __post_init__(self):
-        least = {"num_generations": 2, "prompts_per_step": 1, "max_completion_length": 1,
-                 "steps": 1, "num_iterations": 1, "num_mini_batches": 1, "micro_batch_size": 1,
-                 "temperature": 1e-6, "max_grad_norm": 1e-6}  # and 0 for all others
-        for name, value in vars(self).items():
-            if hasattr(value, "item"):  # one of numpy's numbers, which a checkpoint may not hold
-                value = value.item()
-                setattr(self, name, value)
-            low = least.get(name, 0)
-            # Written so that NaN is refused as well: it is not in any interval.
-            if isinstance(value, (int, float)) and not low <= value < math.inf:
-                raise ValueError(f"{name} is {value}, and must be a finite number from {low} on")
-        if self.num_mini_batches > self.prompts_per_step * self.num_generations:
-            raise ValueError(f"num_mini_batches is {self.num_mini_batches}: more than answers")
-        # Names are checked by the functions that use them.
-        zeros = torch.zeros(1, 2)
-        group_advantages(zeros, self.scale_rewards)
-        grpo_loss(zeros, zeros, zeros, zeros[:, 0], zeros, loss_type=self.loss_type,
-                  max_completion_length=1, kl_penalty_type=self.kl_penalty_type,
-                  importance_sampling_level=self.importance_sampling_level)
-
-
-# ---- 13. The loop ------------------------------------------------------------------------------
-
-def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=False):
-    """Train `model` in place with GRPO. Returns the steps' metrics, a list, resumed ones included.
-
-    `dataset`: a datasets.Dataset or a list of dicts, with a column `prompt` (strings, or chats) and
-    any others, which go to the reward function: section 10. Without an `output_dir` nothing is
-    saved. With one there is metrics.jsonl, a line a step, and every `save_steps` steps and at the
-    end a checkpoint, from which `resume` goes on, given the same data and the untrained model. To
-    export the trained one, call model.save_pretrained(folder)."""
-    steps = training_steps(model, tokenizer, dataset, reward_fn, config, output_dir, resume)
-    history = [metrics for metrics, _ in steps]
-    if output_dir:  # the file has the steps from before a resume as well
-        lines = Path(output_dir, "metrics.jsonl").read_text().splitlines()
-        history = [json.loads(line) for line in lines]
-    return history
-
-
-def training_steps(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=False):
-    """The loop, as a generator that yields (metrics, learner) after each step, so that the caller
-    can evaluate in between. What a step leaves on the disk is there before it yields."""
+    With `output_dir`, each step adds a line to metrics.jsonl, and a checkpoint is saved
+    every `save_steps` steps. To continue, call again with `resume=True`, the same data and
+    the original model. `after_step(learner)` is called after each step, when its files are
+    written: learner.history[-1] has its metrics, and learner.groups its completions."""
     if resume and not output_dir:
         raise ValueError("resume=True needs the output_dir of the run that is to go on")
-    check_prompts(model, tokenizer, dataset, config)
-    learner = make_learner(model, config)
-    if output_dir:
-        open_folder(Path(output_dir), learner, config, resume)
-    questions = question_stream(dataset, learner, config.seed)
+    if len(dataset) == 0:
+        raise ValueError("the data set is empty")
+    N = config.prompts_per_step * config.num_generations
+    if config.num_mini_batches > N:
+        raise ValueError(f"num_mini_batches is {config.num_mini_batches}, completions {N}")
+    learner = make_learner(model, tokenizer, config)
+    folder = Path(output_dir) if output_dir else None
+    if folder:
+        open_folder(folder, learner, resume)
+    stream = example_stream(dataset, learner)
     done = len(learner.history)
     bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, unit="step")
     for step in bar:
-        # The learning rate goes up linearly over warmup_steps, then down, to 0 after the last step.
+        # The learning rate rises over warmup_steps, then falls to 0 after the last step.
         up = step / max(1, config.warmup_steps)
         down = (config.steps + 1 - step) / max(1, config.steps + 1 - config.warmup_steps)
         learner.optimizer.param_groups[0]["lr"] = config.learning_rate * min(up, down)
-        # All random numbers of a step, a reward function's included, come from the seed and the
-        # step's number. So a resumed run draws the same ones (unless memory ran out).
+        # All random numbers of a step come from the seed and the step's number. So a
+        # resumed run draws what it would have drawn without the break.
         set_seed((config.seed * 1_000_003 + step) % 2**32)
-        metrics = {"step": step}
-        metrics |= train_step(learner, tokenizer, questions, reward_fn, config)
+        metrics = {"step": step} | train_step(learner, stream, reward_fn)
         learner.history.append(metrics)
         bar.set_postfix_str(f"reward {metrics['reward_mean']:.2f}")
-        if output_dir:
-            save_run(Path(output_dir), learner, config)
-        yield metrics, learner
+        if folder:
+            save_run(folder, learner)
+        if after_step:
+            after_step(learner)
+    return learner.history
 
 
-def check_prompts(model, tokenizer, dataset, config):
-    """Refuse data that do not fit, before the first step and not at the 812th."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    room = context - config.max_completion_length
-    if not len(dataset):
-        raise ValueError("the data set is empty")
-    columns = list(dataset[0])
-    for place, example in enumerate(dataset):
-        if set(example) != set(columns):
-            raise ValueError(f"row {place} has the columns {list(example)}, not {columns}")
-        length = len(encode_prompt(tokenizer, example["prompt"]))
-        if length > room:
-            raise ValueError(f"prompt {place} has {length} tokens, and there is room for {room}: "
-                             f"leave it out, or take a smaller max_completion_length")
+@dataclass
+class Learner:
+    """What is kept from step to step."""
+
+    config: GRPOConfig
+    model: torch.nn.Module  # pi_theta, which also samples
+    tokenizer: object
+    reference: Optional[torch.nn.Module]  # pi_ref; None at beta = 0
+    parameters: list  # what the model computes with (bfloat16 on a GPU)
+    masters: list  # their float32 copies, which the optimizer updates
+    optimizer: torch.optim.Optimizer
+    at_once: dict  # how many "prompts" are sampled, and "completions" computed, at once
+    examples_seen: int = 0
+    history: list = field(default_factory=list)  # the metrics of all steps so far
+    groups: list = field(default_factory=list)  # the last step's B groups of G completions
 
 
-def make_learner(model, config):
-    """Set up precisions, reference and optimizer. Casts the model's parameters in place.
+def make_learner(model, tokenizer, config):
+    """Set up precision, reference and optimizer. Casts the model's parameters in place.
 
-    On a GPU with bfloat16 the model computes in it, which is about twice as fast. But an update at
-    learning rate 1e-6 is far smaller than the gap between neighbouring bfloat16 numbers: some 98 %
-    of the weights would not move at all. So the optimizer moves float32 copies, the masters, and
-    the model gets them, rounded, after each update. Elsewhere (CPU, Apple's GPUs, older cards) it
-    computes in float32 by default, and masters and parameters are the same memory."""
+    On a GPU the model computes in bfloat16, which is faster. To learn, bfloat16 is too
+    coarse: at a learning rate of 1e-6 an update would leave 98 % of such weights unchanged.
+    So the optimizer updates float32 copies, the masters, and the model gets them back,
+    rounded. In float32, masters and parameters are the same memory."""
     on_gpu = model.device.type == "cuda"
     in_bf16 = config.bf16
     if in_bf16 is None:
         in_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    parameters = []
-    masters = []
+    parameters, masters = [], []
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.element_size() < 2:
             raise ValueError(f"{name} is {parameter.dtype}: load the model without quantization")
-        wide = parameter.detach().float()
-        # Only parameters are cast. `model.to(torch.bfloat16)` would round a buffer as well, the
-        # frequencies of the rotary positions, and get the angles of all late positions wrong.
-        parameter.data = wide.bfloat16() if in_bf16 else wide
+        master = parameter.detach().float()
+        # Only parameters are cast. `model.bfloat16()` would round the frequencies of the
+        # rotary positions too, and get late positions wrong.
+        parameter.data = master.bfloat16() if in_bf16 else master
         if parameter.requires_grad:
             parameters.append(parameter)
-            masters.append(wide)
+            masters.append(master)
     reference = None
     if config.beta > 0:
         reference = copy.deepcopy(model).eval().requires_grad_(False)
-    # AdamW shrinks all weights by 0.01 * learning_rate in each step unless told otherwise. On a GPU
-    # "fused" is the same arithmetic, without a temporary copy of everything.
+    # AdamW's default weight_decay would shrink the weights. `fused` needs less memory.
     optimizer = torch.optim.AdamW(masters, lr=config.learning_rate, weight_decay=0.0, fused=on_gpu)
-    at_once = {"questions": config.prompts_per_step, "answers": config.micro_batch_size}
-    return Learner(model, reference, parameters, masters, optimizer, at_once, history=[])
+    at_once = {"prompts": config.prompts_per_step, "completions": config.micro_batch_size}
+    return Learner(config, model, tokenizer, reference, parameters, masters, optimizer, at_once)
 
 
-def question_stream(dataset, learner, seed):
-    """Examples for ever, shuffled anew each epoch, none twice before all were seen.
-
-    It begins where learner.questions_seen stands, and the order depends on nothing but the seed."""
+def example_stream(dataset, learner):
+    """Examples without end, from number learner.examples_seen on; shuffled each epoch."""
     while True:
-        epoch, place = divmod(learner.questions_seen, len(dataset))
-        # A large prime, so that the epochs of one seed are not those of the next.
-        shuffle = torch.Generator().manual_seed(seed + 1_000_003 * epoch)
-        for i in torch.randperm(len(dataset), generator=shuffle).tolist()[place:]:
-            learner.questions_seen += 1
+        epoch, place = divmod(learner.examples_seen, len(dataset))
+        shuffle = torch.Generator().manual_seed(learner.config.seed + 1_000_003 * epoch)
+        order = torch.randperm(len(dataset), generator=shuffle, device="cpu").tolist()
+        for i in order[place:]:
+            learner.examples_seen += 1
             yield dataset[i]
 
 
-# ---- 14. A run folder --------------------------------------------------------------------------
-# metrics.jsonl, and checkpoint.pt with what a run needs to go on. Each is written beside the old
-# one and then renamed, so whatever kills the process, there is one whole file.
-
-MAY_CHANGE = ("save_steps", "micro_batch_size")  # the settings that a resumed run may change
-
-
-def save_run(folder, learner, config):
-    """Write the metrics of all steps and, if it is due, the checkpoint: 12 bytes a weight."""
-    lines = [json.dumps(metrics) + "\n" for metrics in learner.history]
-    (folder / "metrics.new").write_text("".join(lines))
-    (folder / "metrics.new").replace(folder / "metrics.jsonl")
+def save_run(folder, learner):
+    """Write metrics.jsonl and, when it is due, checkpoint.pt (12 bytes for each weight)."""
+    config = learner.config
     step = len(learner.history)
+    lines = [json.dumps(metrics) + "\n" for metrics in learner.history]
+    (folder / "metrics.jsonl").write_text("".join(lines))
     if config.save_steps and (step % config.save_steps == 0 or step == config.steps):
-        saved = {"settings": asdict(config), "history": learner.history,
-                 "questions_seen": learner.questions_seen, "masters": learner.masters,
-                 "optimizer": learner.optimizer.state_dict()}
+        saved = {"settings": json.dumps(asdict(config), default=float),
+                 "history": learner.history, "examples_seen": learner.examples_seen,
+                 "masters": learner.masters, "optimizer": learner.optimizer.state_dict()}
         torch.save(saved, folder / "checkpoint.new")
-        (folder / "checkpoint.new").replace(folder / "checkpoint.pt")
+        (folder / "checkpoint.new").replace(folder / "checkpoint.pt")  # there is always a whole one
 
 
-def open_folder(folder, learner, config, resume):
-    """Make the folder, or put its checkpoint into `learner`. Where there is no checkpoint yet, the
-    run begins again. ValueError for a run that is not to be resumed, or has other settings."""
+def open_folder(folder, learner, resume):
+    """Make the folder, or put its checkpoint, if there is one, into the learner. ValueError
+    for a run that is not to be resumed, and for a run with other settings."""
     folder.mkdir(parents=True, exist_ok=True)
-    has_checkpoint = (folder / "checkpoint.pt").exists()
-    if not resume and (has_checkpoint or (folder / "metrics.jsonl").exists()):
+    path = folder / "checkpoint.pt"
+    if not resume and (path.exists() or (folder / "metrics.jsonl").exists()):
         raise ValueError(f"{folder} holds a run: resume it, or name another folder")
-    if not has_checkpoint:
+    if not path.exists():
         return
-    saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
-    for name, value in asdict(config).items():
-        if saved["settings"][name] != value and name not in MAY_CHANGE:
-            raise ValueError(f"{folder} holds another run: there {name} is "
-                             f"{saved['settings'][name]}, here {value}")
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    for name, there in json.loads(saved["settings"]).items():
+        here = getattr(learner.config, name)
+        if here != there and name not in ("steps", "save_steps", "micro_batch_size"):
+            raise ValueError(f"{folder} holds another run: {name} is {there} there, {here} here")
     for parameter, master, value in zip(learner.parameters, learner.masters, saved["masters"]):
         master.copy_(value)
         parameter.data.copy_(value)
     learner.optimizer.load_state_dict(saved["optimizer"])
     learner.history = saved["history"]
-    learner.questions_seen = saved["questions_seen"]
+    learner.examples_seen = saved["examples_seen"]
+    tqdm.write(f"going on after step {len(learner.history)}")
 
 
-# ---- 15. The relatives -------------------------------------------------------------------------
-# GRPO's relatives share everything above but a line or two. As settings:
+# ---- 13. The relatives, and the apples ---------------------------------------------------
+# GRPO's relatives differ from it in a line or two. As settings:
 #
-#   Dr. GRPO   scale_rewards="none", loss_type="dr_grpo", beta=0. A std is small where a question is
-#              almost solved, or almost hopeless; to divide by it makes those questions count more
-#   RLOO       scale_rewards="rloo", loss_type="dr_grpo", beta=0, one update per step. The log-prob
-#              of an answer is the sum of its tokens', and only dr_grpo sums
-#   REINFORCE  the same with scale_rewards="none". With one update r = 1, and the gradient of r * A
-#              is A times that of log pi: REINFORCE, with the group's mean as its baseline
-#   DAPO       epsilon_high=0.28 (a rare token that was good may grow faster), loss_type="dapo",
-#              dynamic_sampling > 0, beta=0, and `overlong_penalty` added to the reward
-#   GSPO       importance_sampling_level="sequence" (arXiv:2507.18071): all tokens of an answer have
-#              the same ratio, the geometric mean of theirs. It stays much closer to 1, so the paper
-#              takes epsilon=3e-4, epsilon_high=4e-4. With one update a step it is GRPO. (Some code
-#              takes the product: 1 % a token is a factor of 20 after 300 tokens, beyond any clip)
-#   TRL        use_bias_correction_kl=True, its default as of 1.16. The answers were drawn from
-#              pi_old; multiplying by r makes the mean of the KL a mean over pi_theta's tokens
+#   Dr. GRPO   scale_rewards="none", loss_type="dr_grpo", beta=0. Dividing by the std makes
+#              prompts that are almost always or almost never solved count more
+#   RLOO       as Dr. GRPO, but scale_rewards="rloo"
+#   REINFORCE  as Dr. GRPO, with one update a step: then the gradient is A * grad log pi
+#   DAPO       loss_type="dapo", beta=0, epsilon_high=0.28 (rare tokens may grow more),
+#              dynamic_sampling=3 (groups of equal rewards are replaced, up to three times,
+#              by groups for other prompts), and `overlong_penalty` added to the reward
+#   GSPO       importance_sampling_level="sequence" (arXiv:2507.18071), epsilon=3e-4,
+#              epsilon_high=4e-4, several updates a step. A completion has one ratio, the
+#              geometric mean of its tokens' ratios. (Some code takes their product: 1 % a
+#              token is a factor of 20 after 300 tokens)
 #
-# mask_truncated_completions leaves truncated answers out of the loss, but not out of their group's
-# mean nor, except with "dapo", out of the divisor.
+# Differences from the papers. DeepSeekMath has one ratio for each token, as here; R1's
+# report has one for a completion. Log-ratios are limited, so that e^x stays finite. "dapo"
+# averages over a mini-batch, as libraries do; the paper averages over a prompt's group.
+# Left out: a learned reward model, a reference that is renewed, several GPUs.
 #
-# Autograd does not see that pi_theta also decides which tokens are drawn, so the mean of an
-# estimate's gradient need not be the KL's. Over tokens drawn from pi_theta, k2 (below) has the
-# right one: the mean of log(pi_theta/pi_ref) * grad log pi_theta. k3 has another, the mean of
-# (1 - pi_ref/pi_theta) * grad log pi_theta: that of KL(pi_ref || pi_theta), which also holds the
-# policy back. r * k3 adds k3 * grad log pi_theta to that: at r = 1, k2's gradient again.
-
-def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
-    """Estimates of KL(pi_theta || pi_ref) per token: (N, T), (N, T) -> (N, T).
-
-    The names are those of RLinf, a library for such training. With x = log(pi_theta / pi_ref):
-
-        "low_var_kl"  k3, the default: no bias and little variance
-        "kl"          k1 = x. No bias, but useless as a loss, as section 4 says
-        "abs"         |x|, biased
-        "mse"         k2 = x^2 / 2. Its value is biased, its gradient is the right one
-
-    ValueError for any other name."""
-    x = logprobs - ref_logprobs  # (N, T)
-    if kl_penalty_type == "low_var_kl":
-        return k3_kl(logprobs, ref_logprobs)
-    if kl_penalty_type == "kl":
-        return x
-    if kl_penalty_type == "abs":
-        return x.abs()
-    if kl_penalty_type == "mse":
-        return x.square() / 2
-    raise ValueError(f"kl_penalty_type is {kl_penalty_type!r}; it is low_var_kl, kl, abs or mse")
-
-
+# Pasting. `grpo_loss` needs sections 2 to 5 and `import torch`. `rule_reward` needs its two
+# helpers and `import re`. `token_logprobs` needs `forward`, `log_probability` and `import
+# torch.nn.functional as F`. To start a run, see the docstring of `train`.
 def overlong_penalty(lengths, max_completion_length, buffer):
     """DAPO's soft penalty (arXiv:2503.14476, equation 13): lengths in tokens (N,) -> (N,).
 
-    It is 0 up to `buffer` tokens before the cap, and from there falls in a line to -1 at the cap.
-    (A cliff at the cap would punish one token too many as hard as nonsense.) A reward function adds
-    it to its rewards, with torch.tensor([len(ids) for ids in completion_ids]) for the lengths."""
+    It is 0 up to `buffer` tokens below the limit, and falls in a line to -1 at the limit. A
+    reward function can add it, for the lengths of its `completion_ids`."""
     return ((max_completion_length - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
-def replace_equal_groups(learner, tokenizer, questions, reward_fn, groups, config):
-    """DAPO's dynamic sampling, once: groups of equal rewards make room for fresh questions."""
-    kept = [group for group in groups if group_advantages(rewards_of([group])).any()]
-    if len(kept) == len(groups):
-        return groups
-    examples = [next(questions) for _ in range(len(groups) - len(kept))]
-    fresh = sample(learner, tokenizer, examples, config)
-    grade(reward_fn, fresh)
-    return kept + fresh
-
-
 if __name__ == "__main__":
-    answers = [r"3+2 = \boxed{5}", r"\boxed{5}", r"\boxed{6}", r"3-2 = \boxed{1}"]
-    rewards = torch.tensor([rule_reward(answer, "5") for answer in answers])
-    advantages = group_advantages(rewards)
+    texts = [r"3+2 = \boxed{5}", r"\boxed{5}", r"\boxed{6}", r"3-2 = \boxed{1}"]
+    rewards = torch.tensor([rule_reward(text, "5") for text in texts])  # (4,)
+    advantages = group_advantages(rewards)  # (4,)
     probabilities = torch.tensor([[0.3, 0.2], [0.1, 1.0], [0.3, 1.0], [0.1, 0.2]])  # 1.0: padding
-    logprobs = probabilities.log().requires_grad_()
-    old_logprobs = torch.full((4, 2), 0.2).log()  # of pi_ref as well
-    mask = torch.tensor([[1, 1], [1, 0], [1, 0], [1, 1]]).bool()
-    surrogate = clipped_surrogate((logprobs - old_logprobs).exp(), advantages)
-    k3 = k3_kl(logprobs, old_logprobs)
+    logprobs = probabilities.log().requires_grad_()  # (4, 2)
+    old_logprobs = torch.full((4, 2), 0.2).log()  # (4, 2), of pi_ref as well
+    mask = torch.tensor([[1, 1], [1, 0], [1, 0], [1, 1]])  # (4, 2)
     loss, _ = grpo_loss(logprobs, old_logprobs, old_logprobs, advantages, mask, beta=0.04)
     loss.backward()
-    torch.set_printoptions(precision=4, sci_mode=False)
-    results = {"rewards": rewards, "advantages": advantages, "surrogate": surrogate[mask],
-               "k3": k3[mask], "loss": loss, "its gradient": logprobs.grad[mask]}
-    for name, tensor in results.items():
-        print(f"{name:13}", tensor.detach())
+    ratio = (logprobs - old_logprobs).exp().detach()  # (4, 2)
+    surrogate = clipped_surrogate(ratio, advantages)  # (4, 2)
+    k3 = k3_kl(logprobs, old_logprobs).detach()  # (4, 2)
+    print("completion        reward  advantage  ratio  surrogate      k3  gradient")
+    for i, t in mask.nonzero().tolist():
+        print(f"{texts[i]:16}  {rewards[i]:6.1f}  {advantages[i]:9.1f}  {ratio[i, t]:5.1f}  "
+              f"{surrogate[i, t]:9.1f}  {k3[i, t]:6.4f}  {logprobs.grad[i, t]:8.4f}")
+    print(f"loss {loss.item():.4f}")
