@@ -16,13 +16,13 @@ arXiv:2501.12948) is a loop of five moves. Here it is, with the functions of thi
             loss.backward(), and a step of the optimizer                  backward
 
 A *policy*, written pi, is a way to choose the next action. Here the action is a token:
-pi(token | text so far) is the probability that the model gives to it. There are three:
+pi(token | text so far) is the probability that the model gives to it. We need three:
 
     pi_theta  the model that is trained. Only this one gets a gradient
-    pi_old    the model as it was when it sampled these completions. We need only the
-              log-probabilities that it gave to their tokens, not a copy of it
-    pi_ref    a frozen copy of the model from before training, in memory only if beta > 0. A
-              penalty keeps pi_theta near it
+    pi_old    the model as it was when it sampled these completions. We keep only the
+              log-probabilities that it gave to their tokens
+    pi_ref    a frozen copy of the model from before training. A penalty keeps pi_theta near
+              it. Where the penalty's weight beta is 0, there is no such copy
 
 The equation that this file computes. For a prompt q, sample completions o_1 ... o_G.
 Completion i has |o_i| tokens. Its token number t is o_it, and o_i,<t are the tokens before
@@ -39,7 +39,7 @@ over the prompts,
 eps (0.2) says how far the ratio r may move before the clip acts. k3 estimates how far
 pi_theta is from pi_ref (section 3 explains the name). beta (0.04) is its weight.
 
-One small example runs through the mathematics, the apples: "John has 3 apples and buys 2
+One small case runs through the mathematics, the apples: "John has 3 apples and buys 2
 more. How many apples does he have?" The rule pays 0.5 for a result in \boxed{...}, and 1.0
 more if the result is right. The model wrote four completions:
 
@@ -51,9 +51,9 @@ more if the result is right. The model wrote four completions:
 To keep the sums small, pretend that completions 1 and 4 are two tokens long, and
 completions 2 and 3 one.
 
-Shapes: B prompts with G completions each are N = B * G rows, and n is some part of them.
-The longest completion has T tokens, the longest prompt P, and the vocabulary V. Log-probs
-are log-probabilities, with the natural logarithm.
+Shapes: B prompts with G completions each are N = B * G rows, and n of them are computed at
+once. The longest completion of a tensor has T tokens, the longest prompt P, and the
+vocabulary V. Log-probs are log-probabilities, with the natural logarithm.
 
 Sections 1 to 5 are the mathematics. Section 6 has the settings, 7 one step, 8 to 11 its
 moves 1, 2, 4 and 5, 12 the run, and 13 GRPO's relatives."""
@@ -78,26 +78,25 @@ from transformers import set_seed
 # A reward of 0.5 may be good (the prompt is hard, and most completions earn 0) or bad (all
 # others earned 1.5). What counts is the difference from a baseline: the reward that was to
 # be expected. PPO, the method that GRPO simplifies, trains a second network to predict it,
-# the critic. GRPO samples a group of completions for the same prompt and takes their mean.
-# It divides by the group's std, so that the units of the reward do not matter.
+# the critic. GRPO samples a group of completions for the same prompt, and takes the mean of
+# their rewards. It divides by their std, so that the unit of the reward does not matter.
 def group_advantages(rewards, scale_rewards="group"):
     """A_i = (R_i - mean(R)) / std(R) over the last dimension: (..., G) -> float32 (..., G).
 
-    The std is the population's, which divides by G. torch's default divides by G - 1. That
-    std is larger, and its advantages are 6.5 % smaller at G = 8. `scale_rewards` names the
-    divisor of R_i - mean(R):
+    This std divides by G. torch's default divides by G - 1, and with its larger std the
+    advantages are 6.5 % smaller at G = 8. `scale_rewards` is the divisor of R_i - mean(R):
 
         "group"  the std of the group
         "none"   1 (Dr. GRPO)
         "batch"  the std of all rewards that are given
         "rloo"   (G - 1) / G, which gives R_i minus the mean of the *other* rewards (RLOO)
 
-    A group of equal rewards gets exact zeros. NaN and inf in a group do not become 0.
+    A group of equal rewards gets exact zeros, and a group with NaN or inf gets NaN or inf.
     ValueError for a group of one, and for any other name."""
     G = rewards.shape[-1]
     if G < 2:
         raise ValueError(f"the rewards are {tuple(rewards.shape)}: a group needs two or more")
-    rewards = rewards.double()  # float32 would lose small differences of large rewards
+    rewards = rewards.double()
     centered = rewards - rewards.mean(dim=-1, keepdim=True)  # (..., G)
     std = centered.square().mean(dim=-1, keepdim=True).sqrt()  # (..., 1)
     scales = {"group": std, "none": 1, "batch": rewards.std(correction=0), "rloo": (G - 1) / G}
@@ -121,31 +120,30 @@ def group_advantages(rewards, scale_rewards="group"):
 # ---- 2. Ratio and clip: learn from a completion, but not too much ------------------------
 # Why log pi. Look at a single token first. The model draws it with probability pi, and its
 # advantage is A, a plain number without a gradient. The expected advantage is sum(pi * A)
-# over all V tokens, and we want it larger. Since grad log pi = (grad pi) / pi,
+# over all V tokens, and we want it larger. Let grad be the gradient with respect to the
+# weights of the model. Since grad log pi = (grad pi) / pi,
 #
 #     grad sum(pi * A) = sum(pi * A * grad log pi)
 #
 # The right side is the expected value of A * grad log pi for tokens drawn from pi, and an
-# average over samples estimates an expected value. So: sample, and average A times the
-# gradient of log pi. The probability of a whole completion is the product of its tokens'.
-# The logarithm of a product is a sum, so every token gets the completion's A. (Section 5
-# asks whether to add up over the tokens or to average.)
+# average over samples estimates an expected value. So we sample, and average A * grad log
+# pi. The probability of a whole completion is the product of its tokens' probabilities. Its
+# log is a sum, so grad log pi is a sum over the tokens too, and each token gets the
+# completion's A. (Section 5 asks whether to add up over the tokens or to average.)
 #
 # Why a baseline. Subtracting a number b from every reward makes the estimate less noisy,
 # and it costs nothing. The probabilities sum to 1 whatever the weights are, so b changes
 # the expected gradient by b * sum(pi * grad log pi) = b * sum(grad pi) = b * grad 1 = 0.
-# One detail: b must not depend on the draw, and the group's mean contains R_i itself. But
-#
-#     R_i - mean(R) = (1 - 1/G) * R_i  -  (sum of the other rewards) / G
-#
-# The second part is a true baseline. The first makes the expected gradient (G - 1)/G as
-# long, in the same direction.
+# (One detail: b must not depend on the draw, and the group's mean contains R_i itself. But
+# R_i - mean(R) is (G - 1)/G times the difference between R_i and the mean of the *other*
+# rewards. So the expected gradient only gets shorter, by the factor (G - 1)/G. The std
+# depends on the draw too, and can also turn the gradient a little.)
 #
 # Why a ratio. The tokens were drawn from pi_old, and after an update pi_theta is another
 # policy. The weight r = pi_theta / pi_old corrects for that: sum(pi_old * r * A) =
 # sum(pi_theta * A). Since pi_old is a constant, the gradient of r is r * grad log pi_theta.
-# At r = 1 that is the gradient above. (Strictly, the ratios of all earlier tokens belong in
-# the product, since pi_old drew those too. PPO leaves them out.)
+# At r = 1 that is the gradient above. (pi_old drew the earlier tokens too, so the exact
+# weight is the product of all ratios up to this token. PPO keeps only the last one.)
 #
 # Why the clip. Samples from pi_old say little about a policy far from it. So a token stops
 # pushing once its ratio has moved by eps in the direction that its advantage asks for. The
@@ -179,28 +177,28 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 #     -1   0.5 (no. 4)   min(-0.5, -0.8) = -0.8  clipped      0    bad, already rarer
 #     any  1.0           A                       not clipped  A    every token, at first
 #
-# With one update per batch of samples (called on-policy), pi_theta still is pi_old when the
-# gradient is taken. Every ratio is 1, and the clip never acts. It acts when one batch is
-# used for several updates. A common mistake is max instead of min where A is negative: it
-# keeps pushing in the fourth line, and stops in the third, where the token moved wrongly.
+# With one update a step (called on-policy), pi_theta still is pi_old when the gradient is
+# taken. Every ratio is 1, and the clip never acts. It acts when the same completions are
+# used for several updates. A common mistake is max instead of min where A is negative. The
+# bad token of row 4 is then pushed down for ever, and that of row 3 is left where it is.
 
 
 # ---- 3. The KL penalty: stay near the reference ------------------------------------------
-# A policy that only chases rewards forgets how to write. Its distance from pi_ref is
+# A policy that only chases rewards forgets how to write. How far it has gone from pi_ref is
+# measured by the Kullback-Leibler divergence, the expected value
 #
 #     KL(pi_theta || pi_ref) = E[log(pi_theta / pi_ref)], over tokens drawn from pi_theta
 #
-# E is the expected value. The KL is never negative, and 0 only if the two policies agree.
-# Exactly, it is a sum over all V tokens at each position, which takes much memory. k3
-# estimates it from the one token that was drawn.
+# It is 0 if the two policies agree, and else positive. The exact value is a sum over all V
+# tokens at each position, which takes much memory. k3 needs only the token that was drawn.
 def k3_kl(logprobs, ref_logprobs):
     """k3 = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1 per token: (N, T), (N, T) -> (N, T).
 
-    Schulman compares three estimates, k1 to k3 (joschu.net/blog/kl-approx.html). This one
-    is never negative, since e^x >= 1 + x. Finite for any log-ratio below 1e30."""
-    log_ratio = ref_logprobs - logprobs  # (N, T) log(pi_ref / pi_theta)
-    log_ratio = log_ratio.clamp(max=50)  # e^89 would overflow in float32
-    return torch.expm1(log_ratio) - log_ratio  # expm1(x) is e^x - 1, precise for small x too
+    The third of the estimates in joschu.net/blog/kl-approx.html. It is at least 0, since
+    e^x >= 1 + x. Value and gradient are finite for log-ratios of size below 1e30."""
+    log_ref_ratio = ref_logprobs - logprobs  # (N, T) log(pi_ref / pi_theta)
+    log_ref_ratio = log_ref_ratio.clamp(max=50)  # e^89 would overflow in float32
+    return torch.expm1(log_ref_ratio) - log_ref_ratio  # expm1(x) is e^x - 1, precise near 0
 
 
 # Why its expected value is the KL. For tokens drawn from pi_theta,
@@ -208,8 +206,8 @@ def k3_kl(logprobs, ref_logprobs):
 #     E[-log(pi_ref/pi_theta)] = E[log(pi_theta/pi_ref)] = KL(pi_theta || pi_ref)
 #     E[ pi_ref/pi_theta ]     = sum(pi_theta * pi_ref/pi_theta) = sum(pi_ref) = 1
 #
-# so on average the first and the last term of k3 cancel. They make it never negative, and
-# less noisy while the policies are close. With the fraction upside down, the mean is wrong.
+# so on average the first and the last term of k3 cancel. They keep k3 above 0, and less
+# noisy while the policies are close. (With pi_theta/pi_ref instead, they would not cancel.)
 #
 # The apples, with pi_ref = 0.2 for every token:
 #
@@ -226,9 +224,9 @@ def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
     log(pi_theta/pi_ref):
 
         "low_var_kl"  k3, the default
-        "kl"          k1 = x. The value is unbiased. As a loss it has no effect on average
-        "mse"         k2 = x^2 / 2. The value is biased, and the gradient is unbiased
-        "abs"         |x|, biased"""
+        "kl"          k1 = x. Its expected value is the KL, but as a loss it has no effect
+        "mse"         k2 = x^2 / 2. Its expected gradient is the KL's, its value is not
+        "abs"         |x|"""
     x = logprobs - ref_logprobs  # (N, T)
     if kl_penalty_type == "low_var_kl":
         return k3_kl(logprobs, ref_logprobs)
@@ -241,24 +239,26 @@ def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
     raise ValueError(f"kl_penalty_type is {kl_penalty_type!r}: low_var_kl, kl, mse or abs")
 
 
-# Why k1 has no effect as a loss. The KL depends on the weights in two ways: through the
-# value at each token, and through which tokens are drawn. Autograd sees only the first. So
-# the right expected value can come with the wrong expected gradient. Over tokens drawn from
-# pi_theta, each gradient is the expected value of a factor times grad log pi_theta:
+# Why k1 has no effect as a loss. The weights change x at each token, and also which tokens
+# are drawn. Autograd sees only the first. So an estimate can have the right expected value
+# and a wrong expected gradient. For tokens drawn from pi_theta (r = 1), that gradient is
+# E[factor * grad log pi_theta]:
 #
-#     the KL itself    x
-#     k1               1           wrong: E[grad log pi] = sum(grad pi) = grad 1 = 0
-#     k2               x           right
-#     k3               1 - e^-x    that of KL(pi_ref || pi_theta), close to x for small x
-#     r * k3           x at r = 1  right. TRL's default: use_bias_correction_kl
+#     estimate        factor      is it the gradient of the KL?
+#     the KL itself   x           yes: grad sum(pi * x) = sum(grad pi * x) + grad 1
+#     k1              1           no: E[grad log pi] = sum(grad pi) = grad 1 = 0
+#     k2              x           yes
+#     k3              1 - e^-x    no, that of KL(pi_ref || pi_theta), but close for small x
+#     r * k3          x           yes: use_bias_correction_kl, the default of TRL 1.16
 
 
 # ---- 4. The masked mean: padding is not data ---------------------------------------------
 # Completions have different lengths. In a tensor the short ones are filled up with padding,
-# and a mask says which positions are real. Multiplying by the mask is not enough:
+# and a mask is set at the real ones. The others are called masked. Multiplying by the mask
+# does not remove what they hold:
 #
-#     values [2, NaN], mask [1, 0]    (values * mask).sum()             = 2 + NaN * 0 = NaN
-#                                     torch.where(mask, values, 0).sum() = 2 + 0       = 2
+#     values [2, NaN], mask [True, False]    (values * mask).sum()              = NaN
+#                                            torch.where(mask, values, 0).sum() = 2
 def masked_mean(values, mask, dim=None):
     """Mean of `values` where `mask` is set (bool, int or float); 0, not NaN, where none is.
 
@@ -301,7 +301,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     Advantages (N,). The mask (N, T) is set on real tokens; masked positions affect neither
     value nor gradient. Sections 3 and 13 explain the last three settings. The metrics are
     floats: `loss`, `kl` (0 without a reference), `ratio_max`, and `clip_fraction`, the
-    share of tokens where the min took the clipped one. ValueError for what does not fit."""
+    share of tokens where the min took the clipped term. ValueError for wrong arguments."""
     if ref_logprobs is None:
         if beta != 0:
             raise ValueError(f"beta is {beta}, so ref_logprobs are needed; None is for beta=0")
@@ -317,7 +317,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     old_logprobs = old_logprobs.masked_fill(~mask, 0.0).detach()  # pi_old, pi_ref: constants
     ref_logprobs = ref_logprobs.masked_fill(~mask, 0.0).detach()
 
-    # The ratio is e^(difference of logs). A probability of e^-200 itself is 0 in float32.
+    # Logs are subtracted, because a small probability, say e^-200, would be 0 in float32.
     log_ratio = logprobs - old_logprobs  # (N, T)
     if importance_sampling_level == "sequence":  # GSPO: one ratio for a whole completion
         log_ratio = masked_mean(log_ratio, mask, dim=1).unsqueeze(1).expand_as(log_ratio)
@@ -331,7 +331,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     per_token = -(surrogate - beta * penalty)  # (N, T)
     loss = average(per_token, mask, loss_type, max_completion_length)
 
-    clipped = surrogate < ratio * advantages.unsqueeze(1)  # (N, T) the min took the other one
+    clipped = surrogate < ratio * advantages.unsqueeze(1)  # (N, T) the min took the clipped one
     metrics = {"loss": loss.item(), "kl": masked_mean(kl, mask).item(),
                "clip_fraction": masked_mean(clipped, mask).item(),
                "ratio_max": torch.where(mask, ratio, 0.0).max().item()}
@@ -354,17 +354,17 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
 #                loss = (0.6 + 0.04 * 0.7580) / 16 = 0.0394
 #
 # The gradient of the "grpo" loss at the token of completion 2: the surrogate gives 0.5 and
-# the KL 1 - 2 = -1, so it is -(0.5 - 0.04 * (-1)) / 4 = -0.135. A step against it makes the
-# token likelier, as it should. At the first token of completion 1 the clip leaves only the
+# the KL 1 - 2 = -1, so it is -(0.5 - 0.04 * (-1)) / 4 = -0.135. Descent makes the token
+# likelier, as it should. At the first token of completion 1 the clip leaves only the
 # KL: 0.04 * (1 - 2/3) / 2 tokens / 4 completions = 0.0017. It makes the token rarer.
 #
-# Why the loss starts at 0. In the first step every ratio is 1 and every k3 is 0. So the
-# "grpo" loss is minus the mean of the advantages, and those sum to 0 in each group. Its
-# gradient is not 0: at each token it is -A / |o_i| / N. Each step has new advantages around
-# 0, so the loss does not show progress. The reward does.
+# Why the loss starts at 0. At the first update every ratio is 1 and every k3 is 0. So the
+# "grpo" loss is minus the mean of the advantages, and those sum to 0 in each group. But its
+# gradient with respect to log pi is -A / |o_i| / N at each token. Each step has new
+# advantages around 0, so watch the reward, and not the loss.
 #
 # That is GRPO, and you may stop here. The rest of the file makes the five tensors that
-# `grpo_loss` needs. From here on, callers stand above what they call.
+# `grpo_loss` needs. From here on, a function mostly stands above those that it calls.
 
 
 # ---- 6. Settings -------------------------------------------------------------------------
@@ -434,34 +434,50 @@ class Completion:
 
     example: dict  # the row of the data set: the prompt, and what the reward function needs
     prompt_ids: list  # the tokens of the prompt
-    ids: list  # the L tokens as sampled, the end token included; encoding `text` may differ
+    ids: list  # the L tokens as sampled, with the end token; `text` encoded again may differ
     text: str  # the same in words, without special tokens
     truncated: bool  # cut off at max_completion_length, before an end token
-    sampler_logprobs: torch.Tensor  # (L,) log-probs at the draw; the log compares them
+    sampler_logprobs: torch.Tensor  # (L,) log-probs at the draw, for sampler_gap and entropy
     reward: float = 0.0
     advantage: float = 0.0
     old_logprobs: Optional[torch.Tensor] = None  # (L,) of pi_old; None with one update a step
     ref_logprobs: Optional[torch.Tensor] = None  # (L,) of pi_ref; None at beta = 0
 
 
-def train_step(learner, stream, reward_fn):
-    """The five moves, once. Returns the metrics of the step, a dict of finite numbers.
+@dataclass
+class Learner:
+    """What is kept from step to step. Section 12 makes it."""
 
-    The learner (section 12) holds settings, model and optimizer. The stream yields examples
-    without end. `grade` (section 9) calls the reward function."""
+    config: GRPOConfig
+    model: torch.nn.Module  # pi_theta, which also samples
+    tokenizer: object
+    reference: Optional[torch.nn.Module]  # pi_ref; None at beta = 0
+    parameters: list  # of the model, in bfloat16 on a GPU
+    masters: list  # their float32 copies, which the optimizer updates
+    optimizer: torch.optim.Optimizer
+    at_once: dict  # how many "prompts" are sampled, and "completions" computed, at once
+    examples_seen: int = 0
+    history: list = field(default_factory=list)  # the metrics of all steps so far
+    groups: list = field(default_factory=list)  # the last step's B groups of G completions
+
+
+def train_step(learner, stream, reward_fn):
+    """The five moves, once. Returns the metrics of the step, a dict of finite numbers. The
+    stream yields examples without end. `grade` (section 9) calls the reward function."""
     config = learner.config
     started = time.perf_counter()
     # 1 and 2. Sample G completions for each prompt, and reward each: sections 8 and 9.
     groups = sample_and_grade(learner, stream, reward_fn, config.prompts_per_step)
     for _ in range(config.dynamic_sampling):  # 0 times by default: section 13
+        # Keep the groups whose rewards differ, and sample others for the rest.
         kept = [group for group in groups if group_advantages(rewards_of([group])).any()]
         if len(kept) == len(groups):
             break
         groups = kept + sample_and_grade(learner, stream, reward_fn, len(groups) - len(kept))
     sampled = time.perf_counter()
 
-    # 3. Compare each completion with its group: section 1. Truncated ones belong to it too:
-    #    without them, the group's mean would be another.
+    # 3. Compare each completion with its group: section 1. Truncated ones count too: the
+    #    policy wrote them, so they belong to its mean reward.
     rewards = rewards_of(groups)  # (B, G)
     advantages = group_advantages(rewards, config.scale_rewards)  # (B, G)
     completions = sum(groups, [])  # the groups joined: a list of N
@@ -506,16 +522,14 @@ def rewards_of(groups):
 # checkpoint's own settings: Qwen2.5-0.5B-Instruct has top_p 0.8, top_k 20 and
 # repetition_penalty 1.1, and the library's default is top_k 50. Its tokens come from
 # another distribution than the one whose log-probs go into the ratio. The loop below draws
-# from exactly softmax(logits / temperature).
-#
-# It also keeps the log-prob of each draw. Their mean distance from the log-probs of section
-# 10 is logged as sampler_gap: about 1e-6 in float32, and a few hundredths at most in
-# bfloat16, where the two round differently. A larger gap means that they differ in
-# temperature, mask or positions. (The ratio of 1 at the first update cannot show this,
-# since both of its sides come from section 10.)
+# from exactly softmax(logits / temperature). The loop also keeps the log-prob of each draw.
+# Section 10 computes the same log-probs once more. The mean difference is logged as
+# sampler_gap: about 1e-6 in float32, and in bfloat16 a few hundredths at most, because the
+# two round differently. A larger one means that they differ in temperature, mask or
+# positions. (The ratio cannot show this: pi_theta and pi_old both come from section 10.)
 
-# cuDNN's attention, the first choice on newer GPUs, has given NaN gradients with masks
-# (pytorch#196678), and needs a new plan for each length, which here is each token.
+# On newer GPUs PyTorch prefers cuDNN's attention. With masks it has given NaN gradients
+# (pytorch#196678), and it is set up anew for each length, that is, for each token here.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -557,8 +571,8 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
     if ids.shape[1] + max_completion_length > context:
         raise ValueError(f"a prompt of {ids.shape[1]} tokens and a completion of "
                          f"{max_completion_length} do not fit into the model's {context}")
-    out = forward(model, ids, mask, use_cache=True, logits_to_keep=1)
     # Each prompt is read once. What the model keeps of the tokens it has read is the cache.
+    out = forward(model, ids, mask, use_cache=True, logits_to_keep=1)
     cache = out.past_key_values
     rows = torch.arange(len(prompts), device=model.device).repeat_interleave(G)  # (N,)
     cache.reorder_cache(rows)  # row i becomes a copy of row rows[i], so each prompt has G rows
@@ -572,7 +586,7 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
         tokens = draw_tokens(logits, temperature)  # (n,)
         drawn[live, t] = tokens
         logprobs[live, t] = log_probability(logits, tokens, temperature or 1.0)
-        going_on = (~torch.isin(tokens, ends)).nonzero().squeeze(1)  # their places among the n
+        going_on = (~torch.isin(tokens, ends)).nonzero().squeeze(1)  # which of the n go on
         if len(going_on) < len(live):  # rows that have ended leave the batch
             live, tokens, mask = live[going_on], tokens[going_on], mask[going_on]
             cache.reorder_cache(going_on)
@@ -614,8 +628,8 @@ def encode_prompt(tokenizer, prompt):
 
 def end_token_ids(model, tokenizer):
     """All token ids that end a completion, sorted. ValueError if there are none."""
-    # Qwen has two, and no single place is sure to know both. A sampler that misses one goes
-    # on after the end, and the model is trained on what follows.
+    # Qwen's chat models have two, and each place may know only one. A sampler that misses
+    # one goes on after the end, and the model is trained on what follows.
     found = set()
     for source in (model.generation_config, model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
@@ -636,8 +650,8 @@ def pad_rows(rows, side, device):
 
 def forward(model, ids, mask, **more):
     """Run the model on ids (n, k). If the mask (n, K) is wider, the cache has the rest."""
-    # Positions count the real tokens of a row from 0. Rotary positions tolerate a shift by
-    # the padding on the left. With learned ones the log-probs would be wrong by many nats.
+    # Positions count the real tokens of a row from 0. Counting the padding too would not
+    # harm models with rotary positions, but with learned ones all log-probs would be wrong.
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)  # (n, K)
     return model(input_ids=ids, attention_mask=mask, position_ids=positions[:, -ids.shape[1] :],
                  **more)
@@ -645,19 +659,19 @@ def forward(model, ids, mask, **more):
 
 def log_probability(logits, ids, temperature=1.0):
     """log softmax(logits / temperature) at the given tokens: (..., V), (...) -> (...)."""
-    logits = logits.float() / temperature  # in bfloat16 it would be off by hundredths of a nat
+    logits = logits.float() / temperature  # log_softmax in bfloat16 is off by hundredths
     # PyTorch's cross-entropy is minus the log-probability of the token.
     loss = F.cross_entropy(logits.flatten(0, -2), ids.flatten(), reduction="none")
     return -loss.view(ids.shape)
 
 
 # ---- 9. The reward: move 2 ---------------------------------------------------------------
-# Where the right answer is known, as in mathematics, a rule can judge, and no reward model
-# is needed. A model under training writes anything at all. So the rule must never raise,
-# never take long, and never run what it reads (no eval). A right answer without a box earns
-# 0, since a number in the text can be there by accident. So a small model learns to write
-# the box first. If the mean reward then stays at 0.5, it has learned only that: the
-# smallest case of "reward hacking".
+# Where the right answer is known, as in mathematics, a rule can give the reward, and no
+# reward model is needed. A model in training can write any text. So the rule must accept
+# every text, take little time, and never run what it reads (no eval). A right answer
+# without a box earns 0, since the number may be there by accident. A small model soon
+# learns to write a box, because that pays. If the mean reward stays at 0.5, it has learned
+# nothing else. This is a small case of "reward hacking": rewards without doing the task.
 def rule_reward(completion, answer):
     r"""0.0 without a \boxed{...}, 0.5 with one, 1.5 if the last one holds the answer.
 
@@ -712,9 +726,10 @@ def grade(reward_fn, completions):
 
         reward_fn(prompts=, completions=, completion_ids=, **columns) -> N finite numbers
 
-    TRL calls it in the same way, so a reward function written for one runs in the other.
-    Each argument is a list of N values. A string prompt has a string as its completion, and
-    a chat has a chat of one message. ValueError for a wrong count, for NaN and for inf."""
+    TRL calls it in this way too (with more arguments), so one that takes **columns runs in
+    both. Each argument is a list of N values. A string prompt has a string as its
+    completion, and a chat has a chat of one message. ValueError for a wrong count or
+    NaN."""
     columns = {}
     for name in completions[0].example:
         columns[name] = [completion.example[name] for completion in completions]
@@ -735,30 +750,8 @@ def grade(reward_fn, completions):
 
 
 # ---- 10. Log-probs: move 4 ---------------------------------------------------------------
-# `backward` needs log-probs with a graph. So the model reads prompt and completion once
-# more. All tokens are known now, so it reads them in parallel.
-def token_logprobs(model, input_ids, attention_mask, completion_length, temperature=1.0):
-    """log pi of each completion token: ids and mask (N, P+T) -> (N, T), float32 with graph.
-
-    T is `completion_length`. Prompts are padded on the left and completions on the right,
-    so all completions begin in the same column. `temperature` must be that of sampling, or
-    these are the log-probs of another policy than the one that wrote the tokens."""
-    T = completion_length
-    out = forward(model, input_ids, attention_mask, use_cache=False, logits_to_keep=T + 1)
-    # Column j predicts the token of column j + 1, so the logits begin one column earlier.
-    return log_probability(out.logits[:, :-1], input_ids[:, -T:], temperature)
-
-
-def compute_logprobs(model, completions, temperature):
-    """Log-probs (n, T) of n completions' tokens, and the mask (n, T) of real tokens."""
-    prompts = [completion.prompt_ids for completion in completions]
-    prompt_ids, prompt_mask = pad_rows(prompts, "left", model.device)  # (n, P)
-    ids, mask = pad_rows([completion.ids for completion in completions], "right", model.device)
-    input_ids = torch.cat([prompt_ids, ids], dim=1)  # (n, P+T)
-    attention_mask = torch.cat([prompt_mask, mask], dim=1)  # (n, P+T)
-    return token_logprobs(model, input_ids, attention_mask, ids.shape[1], temperature), mask
-
-
+# The loss needs log-probs with a gradient, and sampling kept none. So the model reads
+# prompt and completion once more. All tokens are known now, so it reads them in parallel.
 @torch.no_grad()
 def write_logprobs(learner, model, completions, name):
     """Compute the completions' log-probs by `model`, and keep them in the field `name`."""
@@ -771,6 +764,28 @@ def write_logprobs(learner, model, completions, name):
     in_parts(write, completions, learner.at_once, "completions")
 
 
+def compute_logprobs(model, completions, temperature):
+    """Log-probs (n, T) of n completions' tokens, and the mask (n, T) of real tokens."""
+    prompts = [completion.prompt_ids for completion in completions]
+    prompt_ids, prompt_mask = pad_rows(prompts, "left", model.device)  # (n, P)
+    ids, mask = pad_rows([completion.ids for completion in completions], "right", model.device)
+    input_ids = torch.cat([prompt_ids, ids], dim=1)  # (n, P+T)
+    attention_mask = torch.cat([prompt_mask, mask], dim=1)  # (n, P+T)
+    return token_logprobs(model, input_ids, attention_mask, ids.shape[1], temperature), mask
+
+
+def token_logprobs(model, input_ids, attention_mask, completion_length, temperature=1.0):
+    """log pi of each completion token: ids and mask (N, P+T) -> (N, T), float32.
+
+    Differentiable. T is `completion_length`. Prompts are padded on the left and completions
+    on the right, so all completions begin in the same column. `temperature` must be that of
+    sampling, since another temperature is another policy."""
+    T = completion_length
+    out = forward(model, input_ids, attention_mask, use_cache=False, logits_to_keep=T + 1)
+    # Column j predicts the token of column j + 1, so the logits begin one column earlier.
+    return log_probability(out.logits[:, :-1], input_ids[:, -T:], temperature)
+
+
 def in_parts(work, items, at_once, unit):
     """[work(part), ...], with at_once[unit] items in each part. Where memory runs out, that
     number is halved for the rest of the run, and only the failed part is done again."""
@@ -779,15 +794,15 @@ def in_parts(work, items, at_once, unit):
         part = items[: at_once[unit]]
         try:
             results.append(work(part))
+            items = items[len(part) :]
+            continue
         except torch.OutOfMemoryError:
             if at_once[unit] == 1:
                 raise
-            at_once[unit] //= 2
-            tqdm.write(f"out of memory: from here on {at_once[unit]} {unit} at once")
-        else:
-            items = items[len(part) :]
-            continue
-        torch.cuda.empty_cache()  # not in `except`, where the error keeps its tensors alive
+        # The memory is freed out here, because within `except` the error holds its tensors.
+        torch.cuda.empty_cache()
+        at_once[unit] //= 2
+        tqdm.write(f"out of memory: from here on {at_once[unit]} {unit} at once")
     return results
 
 
@@ -803,16 +818,16 @@ def update(learner, completions):
         order = torch.randperm(len(completions))  # every pass has all of them, in a new order
         for places in order.tensor_split(config.num_mini_batches):
             mini_batch = [completions[i] for i in sorted(places.tolist())]  # the longest first
-            # Without KL, a completion whose advantage is 0 has no gradient. It is left out
-            # here, but it counts in the averages.
-            teaching = [c for c in mini_batch if c.advantage != 0 or config.beta > 0]
-            if not teaching:
+            # Without KL, a completion whose advantage is 0 has no gradient. It is not
+            # computed, but it counts where the loss is averaged.
+            useful = [c for c in mini_batch if c.advantage != 0 or config.beta > 0]
+            if not useful:
                 norms.append(0.0)
                 continue
             for master in learner.masters:
                 master.grad = torch.zeros_like(master)
-            found = in_parts(lambda part: backward(learner, part, mini_batch), teaching,
-                             learner.at_once, "completions")
+            found = in_parts(lambda micro_batch: backward(learner, micro_batch, mini_batch),
+                             useful, learner.at_once, "completions")
             norm = torch.nn.utils.clip_grad_norm_(learner.masters, config.max_grad_norm).item()
             if math.isfinite(norm):
                 learner.optimizer.step()
@@ -836,28 +851,29 @@ def update(learner, completions):
     return metrics
 
 
-def backward(learner, part, mini_batch):
-    """Add the gradient of a micro-batch, `part` of the mini-batch, to those of the masters.
-    Returns its metrics. If memory runs out before the end, the masters have got nothing of
-    it, so it can be done again in smaller parts."""
+def backward(learner, micro_batch, mini_batch):
+    """Add the gradient of a micro-batch, a part of the mini-batch, to that of the masters.
+    Returns its metrics. If memory runs out, the masters are unchanged, so the same can be
+    done again in smaller parts."""
     config = learner.config
-    learner.model.zero_grad()  # what is left from a pass that ran out of memory
-    logprobs, mask = compute_logprobs(learner.model, part, config.temperature)  # (n, T)
+    learner.model.zero_grad()  # gradients left by a part that ran out of memory
+    logprobs, mask = compute_logprobs(learner.model, micro_batch, config.temperature)  # (n, T)
 
     def padded(name):  # (n, T) the log-probs that the completions keep under this name
-        rows = [getattr(completion, name) for completion in part]
+        rows = [getattr(completion, name) for completion in micro_batch]
         if rows[0] is None:
             return None
         return pad_sequence(rows, batch_first=True).to(mask.device)
 
     # With one update a step, pi_theta is still pi_old: the ratio is 1, with the gradient of
-    # log pi_theta. With several updates, pi_old's log-probs were computed before the first.
-    # (The sampler's would not do. In bfloat16 they are rounded differently, which would
-    # look like a policy that has moved.)
+    # log pi_theta. With several, pi_old's log-probs were computed before the first update.
+    # (The log-probs of the sampler are rounded differently in bfloat16. The ratio would
+    # take this difference for a change of the policy.)
     old_logprobs = padded("old_logprobs")
     if old_logprobs is None:
         old_logprobs = logprobs.detach()
-    advantages = torch.tensor([completion.advantage for completion in part], device=mask.device)
+    advantages = [completion.advantage for completion in micro_batch]
+    advantages = torch.tensor(advantages, device=mask.device)  # (n,)
     loss, metrics = grpo_loss(
         logprobs, old_logprobs, padded("ref_logprobs"), advantages, mask,
         epsilon=config.epsilon, epsilon_high=config.epsilon_high, beta=config.beta,
@@ -868,9 +884,9 @@ def backward(learner, part, mini_batch):
     gap = (padded("sampler_logprobs") - old_logprobs).abs()  # (n, T)
     metrics["sampler_gap"] = masked_mean(gap, mask).item()
     metrics["tokens"] = int(mask.sum())
-    # A mean over a part counts by its share of the mini-batch: of the tokens for "dapo",
-    # else of the completions. Otherwise the gradient would depend on the cut.
-    share = len(part) / len(mini_batch)
+    # "dapo" averages over tokens, the others over completions. So a micro-batch counts by
+    # its share of the mini-batch's tokens or completions. Then the cut makes no difference.
+    share = len(micro_batch) / len(mini_batch)
     if config.loss_type == "dapo":
         share = metrics["tokens"] / sum(len(completion.ids) for completion in mini_batch)
     metrics["loss"] = loss.item() * share
@@ -888,7 +904,8 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
     r"""Train `model` in place. Returns the metrics of all steps, a list of dicts.
 
     `dataset` is a datasets.Dataset or a list of dicts. Each row has a `prompt`, a string or
-    a chat, and what the reward function needs. A real call, on a GPU:
+    a chat, and what the reward function needs. A real call on a GPU, where the model only
+    has to write the braces after \boxed:
 
         model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B").to("cuda")
         tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B")
@@ -898,9 +915,10 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
         train(model, tokenizer, sums, reward, GRPOConfig(steps=20, learning_rate=1e-5))
 
     With `output_dir`, each step adds a line to metrics.jsonl, and a checkpoint is saved
-    every `save_steps` steps. To continue, call again with `resume=True`, the same data and
-    the original model. `after_step(learner)` is called after each step, when its files are
-    written: learner.history[-1] has its metrics, and learner.groups its completions."""
+    every `save_steps` steps. To continue, call again with `resume=True`, the same data, and
+    the model from before training (pi_ref is a copy of it). `after_step(learner)` is called
+    after each step, when its files are written. learner.history[-1] has the metrics of the
+    step, and learner.groups its completions."""
     if resume and not output_dir:
         raise ValueError("resume=True needs the output_dir of the run that is to go on")
     if len(dataset) == 0:
@@ -916,12 +934,12 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
     done = len(learner.history)
     bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, unit="step")
     for step in bar:
-        # The learning rate rises over warmup_steps, then falls to 0 after the last step.
+        # The rate rises over warmup_steps, then falls to 0, one step after the last.
         up = step / max(1, config.warmup_steps)
         down = (config.steps + 1 - step) / max(1, config.steps + 1 - config.warmup_steps)
         learner.optimizer.param_groups[0]["lr"] = config.learning_rate * min(up, down)
         # All random numbers of a step come from the seed and the step's number. So a
-        # resumed run draws what it would have drawn without the break.
+        # resumed run draws the same numbers (unless memory runs out).
         set_seed((config.seed * 1_000_003 + step) % 2**32)
         metrics = {"step": step} | train_step(learner, stream, reward_fn)
         learner.history.append(metrics)
@@ -931,23 +949,6 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
         if after_step:
             after_step(learner)
     return learner.history
-
-
-@dataclass
-class Learner:
-    """What is kept from step to step."""
-
-    config: GRPOConfig
-    model: torch.nn.Module  # pi_theta, which also samples
-    tokenizer: object
-    reference: Optional[torch.nn.Module]  # pi_ref; None at beta = 0
-    parameters: list  # what the model computes with (bfloat16 on a GPU)
-    masters: list  # their float32 copies, which the optimizer updates
-    optimizer: torch.optim.Optimizer
-    at_once: dict  # how many "prompts" are sampled, and "completions" computed, at once
-    examples_seen: int = 0
-    history: list = field(default_factory=list)  # the metrics of all steps so far
-    groups: list = field(default_factory=list)  # the last step's B groups of G completions
 
 
 def make_learner(model, tokenizer, config):
@@ -1008,7 +1009,7 @@ def save_run(folder, learner):
 
 def open_folder(folder, learner, resume):
     """Make the folder, or put its checkpoint, if there is one, into the learner. ValueError
-    for a run that is not to be resumed, and for a run with other settings."""
+    if it holds a run and `resume` is False, and for a run with other settings."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "checkpoint.pt"
     if not resume and (path.exists() or (folder / "metrics.jsonl").exists()):
@@ -1035,14 +1036,13 @@ def open_folder(folder, learner, resume):
 #   Dr. GRPO   scale_rewards="none", loss_type="dr_grpo", beta=0. Dividing by the std makes
 #              prompts that are almost always or almost never solved count more
 #   RLOO       as Dr. GRPO, but scale_rewards="rloo"
-#   REINFORCE  as Dr. GRPO, with one update a step: then the gradient is A * grad log pi
+#   REINFORCE  as Dr. GRPO, with one update a step, so that every ratio is 1
 #   DAPO       loss_type="dapo", beta=0, epsilon_high=0.28 (rare tokens may grow more),
 #              dynamic_sampling=3 (groups of equal rewards are replaced, up to three times,
 #              by groups for other prompts), and `overlong_penalty` added to the reward
 #   GSPO       importance_sampling_level="sequence" (arXiv:2507.18071), epsilon=3e-4,
 #              epsilon_high=4e-4, several updates a step. A completion has one ratio, the
-#              geometric mean of its tokens' ratios. (Some code takes their product: 1 % a
-#              token is a factor of 20 after 300 tokens)
+#              geometric mean of its tokens' ratios. (The product of 300 times 1.01 is 20)
 #
 # Differences from the papers. DeepSeekMath has one ratio for each token, as here; R1's
 # report has one for a completion. Log-ratios are limited, so that e^x stays finite. "dapo"
@@ -1056,7 +1056,7 @@ def overlong_penalty(lengths, max_completion_length, buffer):
     """DAPO's soft penalty (arXiv:2503.14476, equation 13): lengths in tokens (N,) -> (N,).
 
     It is 0 up to `buffer` tokens below the limit, and falls in a line to -1 at the limit. A
-    reward function can add it, for the lengths of its `completion_ids`."""
+    reward function adds it, for torch.tensor([len(ids) for ids in completion_ids])."""
     return ((max_completion_length - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
