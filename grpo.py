@@ -7,7 +7,7 @@ arXiv:2501.12948) is a loop of five moves. Here it is, with the functions of thi
     for step in range(steps):                                           train
         prompts = the next B prompts of the data set                    example_stream
         completions = G of them for each prompt, sampled                1 sample_groups
-        rewards = a number for each completion, given by a rule         2 rule_reward
+        rewards = a number for each completion, given by a rule         2 grade, rule_reward
         advantages = (reward - mean of its group) / std of its group    3 group_advantages
         old, ref = log-probs of the sampled tokens, held constant       4 compute_logprobs
         for mini_batch in a random split of the completions:            5 update
@@ -26,8 +26,8 @@ pi(token | text so far) is the probability that the model gives to it. We need t
 
 The equation that this file computes. For a prompt q, sample completions o_1 ... o_G.
 Completion i has |o_i| tokens. Its token number t is o_it, and o_i,<t are the tokens before
-that. It has one reward R_i, and one advantage A_i for all of its tokens. Maximise, averaged
-over the prompts,
+that. It has one reward R_i, and one advantage A_i for all of its tokens. GRPO maximises J,
+averaged over the prompts:
 
     J = mean over i of  1/|o_i| * sum over t of
             [ min( r_it * A_i,  clip(r_it, 1 - eps, 1 + eps) * A_i )  -  beta * k3_it ]
@@ -55,8 +55,8 @@ Shapes: B prompts with G completions each are N = B * G rows, and n of them are 
 once. The longest completion of a tensor has T tokens, the longest prompt P, and the
 vocabulary V. Log-probs are log-probabilities, with the natural logarithm.
 
-Sections 1 to 5 are the mathematics. Section 6 has the settings, 7 one step, 8 to 11 its
-moves 1, 2, 4 and 5, 12 the run, and 13 GRPO's relatives."""
+Sections 1 to 5 are the mathematics, and section 1 is move 3. Section 6 has the settings, 7
+one step, 8 to 11 the other four moves, 12 the run, and 13 GRPO's relatives."""
 
 import copy
 import json
@@ -91,7 +91,7 @@ def group_advantages(rewards, scale_rewards="group"):
         "batch"  the std of all rewards that are given
         "rloo"   (G - 1) / G, which gives R_i minus the mean of the *other* rewards (RLOO)
 
-    A group of equal rewards gets exact zeros, and a group with NaN or inf gets NaN or inf.
+    A group of equal rewards (to a millionth) gets exact zeros. NaN and inf give NaN or inf.
     ValueError for a group of one, and for any other name."""
     G = rewards.shape[-1]
     if G < 2:
@@ -118,10 +118,10 @@ def group_advantages(rewards, scale_rewards="group"):
 
 
 # ---- 2. Ratio and clip: learn from a completion, but not too much ------------------------
-# Why log pi. Look at a single token first. The model draws it with probability pi, and its
-# advantage is A, a plain number without a gradient. The expected advantage is sum(pi * A)
-# over all V tokens, and we want it larger. Let grad be the gradient with respect to the
-# weights of the model. Since grad log pi = (grad pi) / pi,
+# Why log pi. Look at a single position first. The model draws a token with probability pi.
+# Each of the V tokens has its own advantage A, a plain number without a gradient. We want
+# the expected advantage, sum(pi * A) over all V tokens, to grow. Let grad be the gradient
+# with respect to the weights of the model. Since grad log pi = (grad pi) / pi,
 #
 #     grad sum(pi * A) = sum(pi * A * grad log pi)
 #
@@ -131,19 +131,18 @@ def group_advantages(rewards, scale_rewards="group"):
 # log is a sum, so grad log pi is a sum over the tokens too, and each token gets the
 # completion's A. (Section 5 asks whether to add up over the tokens or to average.)
 #
-# Why a baseline. Subtracting a number b from every reward makes the estimate less noisy,
-# and it costs nothing. The probabilities sum to 1 whatever the weights are, so b changes
-# the expected gradient by b * sum(pi * grad log pi) = b * sum(grad pi) = b * grad 1 = 0.
-# (One detail: b must not depend on the draw, and the group's mean contains R_i itself. But
-# R_i - mean(R) is (G - 1)/G times the difference between R_i and the mean of the *other*
-# rewards. So the expected gradient only gets shorter, by the factor (G - 1)/G. The std
-# depends on the draw too, and can also turn the gradient a little.)
+# Why a baseline. Subtracting a good number b from every reward makes the estimate less
+# noisy, and costs nothing. The probabilities sum to 1 whatever the weights are, so b
+# changes the expected gradient by b * sum(pi * grad log pi) = b * sum(grad pi) = b * grad 1
+# = 0. (One detail: b must not depend on the draw, but the group's mean contains R_i. That
+# is harmless: R_i - mean(R) is (G - 1)/G times R_i minus the mean of the *other* rewards.
+# So the expected gradient is only shorter. But the std can turn it a little.)
 #
 # Why a ratio. The tokens were drawn from pi_old, and after an update pi_theta is another
 # policy. The weight r = pi_theta / pi_old corrects for that: sum(pi_old * r * A) =
-# sum(pi_theta * A). Since pi_old is a constant, the gradient of r is r * grad log pi_theta.
-# At r = 1 that is the gradient above. (pi_old drew the earlier tokens too, so the exact
-# weight is the product of all ratios up to this token. PPO keeps only the last one.)
+# sum(pi_theta * A). Since pi_old is a constant, the gradient of r * A is r * A * grad log
+# pi_theta. At r = 1 that is A * grad log pi, as above. (The reward depends on all tokens,
+# so the exact weight is the product of all their ratios. PPO keeps only the token's own.)
 #
 # Why the clip. Samples from pi_old say little about a policy far from it. So a token stops
 # pushing once its ratio has moved by eps in the direction that its advantage asks for. The
@@ -167,8 +166,9 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 #
 #     completion 1: 0.3 and 0.2    2: 0.1    3: 0.3    4: 0.1 and 0.2
 #
-# Then the ratios are 1.5, 0.5 and 1, and all four cases of the clip (at eps 0.2) are there.
-# In the last column, the gradient of r is r times that of log pi_theta:
+# Then the ratios are 1.5, 0.5 and 1. With eps = 0.2, all four cases of the clip are there:
+# A is +1 or -1, and r too high or too low. The gradient is r * A, but 0 where it is
+# clipped:
 #
 #     A    r             min(r A, clip(r) A)                 gradient with respect to log pi
 #     +1   1.5 (no. 1)   min( 1.5,  1.2) =  1.2  clipped      0    good, already likelier
@@ -177,15 +177,15 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 #     -1   0.5 (no. 4)   min(-0.5, -0.8) = -0.8  clipped      0    bad, already rarer
 #     any  1.0           A                       not clipped  A    every token, at first
 #
-# With one update a step (called on-policy), pi_theta still is pi_old when the gradient is
-# taken. Every ratio is 1, and the clip never acts. It acts when the same completions are
-# used for several updates. A common mistake is max instead of min where A is negative. The
-# bad token of row 4 is then pushed down for ever, and that of row 3 is left where it is.
+# With one update after each sampling (called on-policy), pi_theta is pi_old when the
+# gradient is taken. Every ratio is 1, and the clip never acts. It acts when the same
+# completions are used for several updates. A common mistake is max instead of min where A
+# is negative. Then the bad token of row 4 is pushed down for ever, and row 3 is left alone.
 
 
 # ---- 3. The KL penalty: stay near the reference ------------------------------------------
-# A policy that only chases rewards forgets how to write. How far it has gone from pi_ref is
-# measured by the Kullback-Leibler divergence, the expected value
+# A policy that only chases rewards can forget how to write. How far it has gone from pi_ref
+# is measured by the Kullback-Leibler divergence, the expected value
 #
 #     KL(pi_theta || pi_ref) = E[log(pi_theta / pi_ref)], over tokens drawn from pi_theta
 #
@@ -206,8 +206,8 @@ def k3_kl(logprobs, ref_logprobs):
 #     E[-log(pi_ref/pi_theta)] = E[log(pi_theta/pi_ref)] = KL(pi_theta || pi_ref)
 #     E[ pi_ref/pi_theta ]     = sum(pi_theta * pi_ref/pi_theta) = sum(pi_ref) = 1
 #
-# so on average the first and the last term of k3 cancel. They keep k3 above 0, and less
-# noisy while the policies are close. (With pi_theta/pi_ref instead, they would not cancel.)
+# so on average the first and the last term of k3 cancel. They keep k3 above 0, and make it
+# less noisy while the policies are close. (The mean of pi_theta/pi_ref would not be 1.)
 #
 # The apples, with pi_ref = 0.2 for every token:
 #
@@ -220,11 +220,11 @@ def k3_kl(logprobs, ref_logprobs):
 def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
     """KL(pi_theta || pi_ref), estimated per token in four ways: (N, T), (N, T) -> (N, T).
 
-    The names are those of RLinf, a library. Any other is a ValueError. x is
-    log(pi_theta/pi_ref):
+    The names are those of the libraries verl and RLinf. Other names give a ValueError.
+    Below, x means log(pi_theta/pi_ref):
 
         "low_var_kl"  k3, the default
-        "kl"          k1 = x. Its expected value is the KL, but as a loss it has no effect
+        "kl"          k1 = x. Its expected value is the KL, but as a loss it is only noise
         "mse"         k2 = x^2 / 2. Its expected gradient is the KL's, its value is not
         "abs"         |x|"""
     x = logprobs - ref_logprobs  # (N, T)
@@ -239,23 +239,22 @@ def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
     raise ValueError(f"kl_penalty_type is {kl_penalty_type!r}: low_var_kl, kl, mse or abs")
 
 
-# Why k1 has no effect as a loss. The weights change x at each token, and also which tokens
-# are drawn. Autograd sees only the first. So an estimate can have the right expected value
-# and a wrong expected gradient. For tokens drawn from pi_theta (r = 1), that gradient is
-# E[factor * grad log pi_theta]:
+# Why k1 is only noise as a loss. The weights change x at each token, and also which tokens
+# are drawn. Autograd sees only the change of x. So an estimate can be right on average, and
+# its gradient wrong on average. With tokens drawn from pi_theta (r = 1), the average
+# gradient is E[factor * grad log pi_theta], with the factor
 #
-#     estimate        factor      is it the gradient of the KL?
-#     the KL itself   x           yes: grad sum(pi * x) = sum(grad pi * x) + grad 1
-#     k1              1           no: E[grad log pi] = sum(grad pi) = grad 1 = 0
-#     k2              x           yes
-#     k3              1 - e^-x    no, that of KL(pi_ref || pi_theta), but close for small x
-#     r * k3          x           yes: use_bias_correction_kl, the default of TRL 1.16
+#     k1              1           wrong: E[grad log pi] = sum(grad pi) = grad 1 = 0
+#     the KL itself   x           grad sum(pi * x) = sum(grad pi * x) + 0, as for k1
+#     k2              x           right
+#     k3              1 - e^-x    that of KL(pi_ref || pi_theta), and close to x for small x
+#     r * k3          x           right: k3 + (1 - e^-x) = x. It is the default of TRL 1.16
 
 
 # ---- 4. The masked mean: padding is not data ---------------------------------------------
-# Completions have different lengths. In a tensor the short ones are filled up with padding,
-# and a mask is set at the real ones. The others are called masked. Multiplying by the mask
-# does not remove what they hold:
+# Completions have different lengths. In a tensor the short ones are filled up with padding.
+# The mask is True at real tokens. Where it is False, a position is masked. Multiplying by
+# the mask does not remove a NaN that stands there:
 #
 #     values [2, NaN], mask [True, False]    (values * mask).sum()              = NaN
 #                                            torch.where(mask, values, 0).sum() = 2
@@ -288,7 +287,7 @@ def average(per_token, mask, loss_type="grpo", max_completion_length=None):
     if loss_type == "dr_grpo" and max_completion_length:
         total = torch.where(mask.bool(), per_token, 0.0).sum()
         return total / (len(per_token) * max_completion_length)
-    raise ValueError(f"loss_type {loss_type!r}: grpo, dapo, or dr_grpo and max_completion_length")
+    raise ValueError(f"loss_type {loss_type!r}: grpo, dapo, or dr_grpo with max_completion_length")
 
 
 def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon=0.2,
@@ -310,8 +309,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     shapes = [tuple(x.shape) for x in (logprobs, old_logprobs, ref_logprobs, mask, advantages)]
     if len(shapes[0]) != 2 or shapes != 4 * [shapes[0]] + [shapes[0][:1]]:
         raise ValueError(f"log-probs, mask, advantages are {shapes}; wanted four (N, T), one (N,)")
-    # The inputs are masked before exp. If only the result were masked, a NaN in the padding
-    # would stay out of the loss, but get into the gradient: 0 * NaN is NaN there too.
+    # The inputs are masked before exp. With only the result masked, a NaN in the padding
+    # would not be in the loss. But backward would multiply it by 0, and 0 * NaN is NaN.
     mask = mask.bool()
     logprobs = logprobs.masked_fill(~mask, 0.0)
     old_logprobs = old_logprobs.masked_fill(~mask, 0.0).detach()  # pi_old, pi_ref: constants
@@ -369,13 +368,13 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
 
 # ---- 6. Settings -------------------------------------------------------------------------
 def knob(default, text):
-    """A setting with its default. gsm8k_demo.py makes a flag of it, and `text` its help."""
+    """A setting: its default, and the help text of its flag in gsm8k_demo.py."""
     return field(default=default, metadata={"help": text})
 
 
 @dataclass
 class GRPOConfig:
-    """Every setting, mostly under TRL's names. ValueError for values that make no sense."""
+    """Every setting, mostly under TRL's names. ValueError for numbers out of range."""
 
     # What is sampled in a step: prompts_per_step * num_generations completions.
     num_generations: int = knob(8, "G, completions of each prompt; 4 is few, 16 is comfortable")
@@ -416,7 +415,7 @@ class GRPOConfig:
             if get_origin(setting.type) is Literal:
                 if value not in get_args(setting.type):
                     raise ValueError(f"{name} is {value!r}, not one of {get_args(setting.type)}")
-            # Written so that NaN is refused as well: every comparison with it is false.
+            # Written so that NaN is refused as well: no number is below or above it.
             elif value is not None and not least.get(name, 0) <= value < math.inf:
                 raise ValueError(f"{name} is {value!r}, below {least.get(name, 0)} or not finite")
 
@@ -434,10 +433,10 @@ class Completion:
 
     example: dict  # the row of the data set: the prompt, and what the reward function needs
     prompt_ids: list  # the tokens of the prompt
-    ids: list  # the L tokens as sampled, with the end token; `text` encoded again may differ
+    ids: list  # the L sampled tokens, with the end token. Encoding `text` can give others
     text: str  # the same in words, without special tokens
     truncated: bool  # cut off at max_completion_length, before an end token
-    sampler_logprobs: torch.Tensor  # (L,) log-probs at the draw, for sampler_gap and entropy
+    sampler_logprobs: torch.Tensor  # (L,) log-probs at the draw, for two metrics: section 8
     reward: float = 0.0
     advantage: float = 0.0
     old_logprobs: Optional[torch.Tensor] = None  # (L,) of pi_old; None with one update a step
@@ -455,7 +454,7 @@ class Learner:
     parameters: list  # of the model, in bfloat16 on a GPU
     masters: list  # their float32 copies, which the optimizer updates
     optimizer: torch.optim.Optimizer
-    at_once: dict  # how many "prompts" are sampled, and "completions" computed, at once
+    at_once: dict  # how many "prompts" to sample and "completions" to compute at once
     examples_seen: int = 0
     history: list = field(default_factory=list)  # the metrics of all steps so far
     groups: list = field(default_factory=list)  # the last step's B groups of G completions
@@ -501,7 +500,7 @@ def train_step(learner, stream, reward_fn):
         "reward_mean": rewards.mean().item(),
         "reward_std": rewards.std(correction=0).item(),
         "zero_variance_fraction": (advantages == 0).all(dim=1).float().mean().item(),
-        "entropy": -logprobs.mean().item(),  # the mean of -log pi over what pi draws
+        "entropy": -logprobs.mean().item(),  # an estimate: the mean of -log pi
         "completion_length": len(logprobs) / len(completions),
         "truncated_fraction": sum(c.truncated for c in completions) / len(completions),
         "examples_seen": learner.examples_seen,
@@ -520,16 +519,18 @@ def rewards_of(groups):
 # The model reads the prompt and gives a probability to each possible next token. One is
 # drawn, the model reads it, and so on. `model.generate` does this too, but with the
 # checkpoint's own settings: Qwen2.5-0.5B-Instruct has top_p 0.8, top_k 20 and
-# repetition_penalty 1.1, and the library's default is top_k 50. Its tokens come from
+# repetition_penalty 1.1, and the library's default is top_k 50. So `generate` draws from
 # another distribution than the one whose log-probs go into the ratio. The loop below draws
-# from exactly softmax(logits / temperature). The loop also keeps the log-prob of each draw.
-# Section 10 computes the same log-probs once more. The mean difference is logged as
-# sampler_gap: about 1e-6 in float32, and in bfloat16 a few hundredths at most, because the
-# two round differently. A larger one means that they differ in temperature, mask or
-# positions. (The ratio cannot show this: pi_theta and pi_old both come from section 10.)
+# from exactly softmax(logits / temperature).
+#
+# It also keeps the log-prob of each draw. Section 10 computes the same log-probs again. The
+# mean absolute difference is logged as sampler_gap: about 1e-6 in float32, and a few
+# hundredths at most in bfloat16, where sampling and section 10 round differently. If it is
+# larger, their temperature, mask or positions differ. (The ratio cannot show this: both of
+# its parts come from section 10.)
 
 # On newer GPUs PyTorch prefers cuDNN's attention. With masks it has given NaN gradients
-# (pytorch#196678), and it is set up anew for each length, that is, for each token here.
+# (pytorch#196678), and it is prepared anew for each new length: here, for each token.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -542,7 +543,7 @@ def sample_and_grade(learner, stream, reward_fn, count):
         return sample_groups(learner.model, learner.tokenizer, part, config.num_generations,
                              config.max_completion_length, config.temperature)
 
-    # All at once, if memory allows: many rows take a GPU little more time than few.
+    # All at once, if memory allows: for a GPU, many rows take hardly longer than few.
     groups = sum(in_parts(sample, examples, learner.at_once, "prompts"), [])
     grade(reward_fn, sum(groups, []))
     return groups
@@ -628,8 +629,8 @@ def encode_prompt(tokenizer, prompt):
 
 def end_token_ids(model, tokenizer):
     """All token ids that end a completion, sorted. ValueError if there are none."""
-    # Qwen's chat models have two, and each place may know only one. A sampler that misses
-    # one goes on after the end, and the model is trained on what follows.
+    # Qwen's chat models have two, and each source below may list only one. A sampler that
+    # misses one goes on after the end, and the model is trained on what follows.
     found = set()
     for source in (model.generation_config, model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
@@ -641,18 +642,18 @@ def end_token_ids(model, tokenizer):
 
 def pad_rows(rows, side, device):
     """n lists of token ids -> ids (n, longest), and the mask (n, longest) of real ones."""
-    # The padding is -1 until the mask is made. A mask made by `ids != pad_token_id` loses
-    # the end token where a model pads with it. Then the model does not learn to stop.
+    # The padding is -1 until the mask is made. Some models pad with the end token. For them
+    # the mask `ids != pad_token_id` would hide it, and the model would not learn to stop.
     rows = [torch.tensor(row) for row in rows]
     ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side=side).to(device)
     return ids.clamp(min=0), (ids >= 0).long()
 
 
 def forward(model, ids, mask, **more):
-    """Run the model on ids (n, k). If the mask (n, K) is wider, the cache has the rest."""
+    """Run the model on ids, the last columns of a mask. The cache has those before."""
     # Positions count the real tokens of a row from 0. Counting the padding too would not
-    # harm models with rotary positions, but with learned ones all log-probs would be wrong.
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)  # (n, K)
+    # harm models with rotary positions. With learned positions, log-probs would be wrong.
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)  # as the mask
     return model(input_ids=ids, attention_mask=mask, position_ids=positions[:, -ids.shape[1] :],
                  **more)
 
@@ -666,18 +667,18 @@ def log_probability(logits, ids, temperature=1.0):
 
 
 # ---- 9. The reward: move 2 ---------------------------------------------------------------
-# Where the right answer is known, as in mathematics, a rule can give the reward, and no
-# reward model is needed. A model in training can write any text. So the rule must accept
-# every text, take little time, and never run what it reads (no eval). A right answer
+# Where the right answer is known, a rule can give the reward. No second model that guesses
+# rewards, a "reward model", is needed. A model in training can write any text. So the rule
+# must accept every text, take little time, and never run what it reads. A right answer
 # without a box earns 0, since the number may be there by accident. A small model soon
-# learns to write a box, because that pays. If the mean reward stays at 0.5, it has learned
-# nothing else. This is a small case of "reward hacking": rewards without doing the task.
+# learns to write a box, because that pays. If nearly all rewards stay at 0.5, it has
+# learned nothing else. This is a small case of "reward hacking": rewards without the task.
 def rule_reward(completion, answer):
     r"""0.0 without a \boxed{...}, 0.5 with one, 1.5 if the last one holds the answer.
 
-    `completion` is what the model wrote, and `answer` the right answer, both strings. A
-    blank box counts as none. Box and answer are compared as strings, and as numbers that
-    may differ by less than 0.01. Never raises, and takes linear time."""
+    Both arguments are strings. A blank or incomplete last box counts as none. Box and
+    answer are compared as strings, and as numbers that may differ by less than 0.01. Never
+    raises, and takes linear time. Section 12 shows it in a reward function."""
     boxed = extract_boxed(completion)
     if not boxed:
         return 0.0
@@ -726,10 +727,10 @@ def grade(reward_fn, completions):
 
         reward_fn(prompts=, completions=, completion_ids=, **columns) -> N finite numbers
 
-    TRL calls it in this way too (with more arguments), so one that takes **columns runs in
+    TRL calls it in this way too (with more arguments), so a function with **columns fits
     both. Each argument is a list of N values. A string prompt has a string as its
-    completion, and a chat has a chat of one message. ValueError for a wrong count or
-    NaN."""
+    completion, and a chat has a chat of one message. ValueError for a wrong number of
+    rewards, and for NaN or inf."""
     columns = {}
     for name in completions[0].example:
         columns[name] = [completion.example[name] for completion in completions]
@@ -750,8 +751,8 @@ def grade(reward_fn, completions):
 
 
 # ---- 10. Log-probs: move 4 ---------------------------------------------------------------
-# The loss needs log-probs with a gradient, and sampling kept none. So the model reads
-# prompt and completion once more. All tokens are known now, so it reads them in parallel.
+# The model reads prompt and completion again, now all tokens in parallel. Here it does so
+# for pi_ref and pi_old, without a gradient. Section 11 does so for pi_theta, with one.
 @torch.no_grad()
 def write_logprobs(learner, model, completions, name):
     """Compute the completions' log-probs by `model`, and keep them in the field `name`."""
@@ -799,7 +800,7 @@ def in_parts(work, items, at_once, unit):
         except torch.OutOfMemoryError:
             if at_once[unit] == 1:
                 raise
-        # The memory is freed out here, because within `except` the error holds its tensors.
+        # Not inside of `except`: there the error still keeps the tensors of the part alive.
         torch.cuda.empty_cache()
         at_once[unit] //= 2
         tqdm.write(f"out of memory: from here on {at_once[unit]} {unit} at once")
@@ -809,8 +810,7 @@ def in_parts(work, items, at_once, unit):
 # ---- 11. The update: move 5 --------------------------------------------------------------
 def update(learner, completions):
     """num_iterations passes over the completions, of num_mini_batches updates each. Returns
-    metrics. The model stays in eval mode: dropout would make pi_theta differ from
-    pi_old."""
+    metrics. The model stays in eval mode, since dropout would change pi_theta."""
     config = learner.config
     results = []  # the metrics of all micro-batches
     norms = []  # the norms of the gradients of all updates
@@ -865,10 +865,10 @@ def backward(learner, micro_batch, mini_batch):
             return None
         return pad_sequence(rows, batch_first=True).to(mask.device)
 
-    # With one update a step, pi_theta is still pi_old: the ratio is 1, with the gradient of
-    # log pi_theta. With several, pi_old's log-probs were computed before the first update.
-    # (The log-probs of the sampler are rounded differently in bfloat16. The ratio would
-    # take this difference for a change of the policy.)
+    # With one update a step, pi_theta is still pi_old. `detach` makes it a constant, so the
+    # ratio is 1, but its gradient is that of log pi_theta. With several updates, pi_old's
+    # log-probs were computed before the first. (The sampler's are rounded differently in
+    # bfloat16. In the ratio, that would look like a changed policy.)
     old_logprobs = padded("old_logprobs")
     if old_logprobs is None:
         old_logprobs = logprobs.detach()
@@ -889,7 +889,7 @@ def backward(learner, micro_batch, mini_batch):
     share = len(micro_batch) / len(mini_batch)
     if config.loss_type == "dapo":
         share = metrics["tokens"] / sum(len(completion.ids) for completion in mini_batch)
-    metrics["loss"] = loss.item() * share
+    metrics["loss"] *= share
     (loss * share).backward()
     for parameter, master in zip(learner.parameters, learner.masters):
         if parameter.grad is not None:
@@ -934,7 +934,7 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
     done = len(learner.history)
     bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, unit="step")
     for step in bar:
-        # The rate rises over warmup_steps, then falls to 0, one step after the last.
+        # The rate rises linearly, then falls linearly, to 0 one step after the last.
         up = step / max(1, config.warmup_steps)
         down = (config.steps + 1 - step) / max(1, config.steps + 1 - config.warmup_steps)
         learner.optimizer.param_groups[0]["lr"] = config.learning_rate * min(up, down)
@@ -954,9 +954,9 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
 def make_learner(model, tokenizer, config):
     """Set up precision, reference and optimizer. Casts the model's parameters in place.
 
-    On a GPU the model computes in bfloat16, which is faster. To learn, bfloat16 is too
-    coarse: at a learning rate of 1e-6 an update would leave 98 % of such weights unchanged.
-    So the optimizer updates float32 copies, the masters, and the model gets them back,
+    On a GPU the model computes in bfloat16, which is faster. But bfloat16 has only two or
+    three digits: at a learning rate of 1e-6, about 98 % of the weights would not change. So
+    the optimizer updates float32 copies, the masters, and the model gets them back,
     rounded. In float32, masters and parameters are the same memory."""
     on_gpu = model.device.type == "cuda"
     in_bf16 = config.bf16
@@ -1004,12 +1004,12 @@ def save_run(folder, learner):
                  "history": learner.history, "examples_seen": learner.examples_seen,
                  "masters": learner.masters, "optimizer": learner.optimizer.state_dict()}
         torch.save(saved, folder / "checkpoint.new")
-        (folder / "checkpoint.new").replace(folder / "checkpoint.pt")  # there is always a whole one
+        (folder / "checkpoint.new").replace(folder / "checkpoint.pt")  # never half a file
 
 
 def open_folder(folder, learner, resume):
-    """Make the folder, or put its checkpoint, if there is one, into the learner. ValueError
-    if it holds a run and `resume` is False, and for a run with other settings."""
+    """Make the folder. If it has a checkpoint, load it into the learner. ValueError if it
+    holds a run and `resume` is False, or a run with other settings."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "checkpoint.pt"
     if not resume and (path.exists() or (folder / "metrics.jsonl").exists()):
@@ -1035,19 +1035,19 @@ def open_folder(folder, learner, resume):
 #
 #   Dr. GRPO   scale_rewards="none", loss_type="dr_grpo", beta=0. Dividing by the std makes
 #              prompts that are almost always or almost never solved count more
-#   RLOO       as Dr. GRPO, but scale_rewards="rloo"
-#   REINFORCE  as Dr. GRPO, with one update a step, so that every ratio is 1
+#   RLOO       as Dr. GRPO, but scale_rewards="rloo": its advantages times G/(G - 1)
+#   REINFORCE  with a baseline: Dr. GRPO with one update a step, so that every ratio is 1
 #   DAPO       loss_type="dapo", beta=0, epsilon_high=0.28 (rare tokens may grow more),
 #              dynamic_sampling=3 (groups of equal rewards are replaced, up to three times,
 #              by groups for other prompts), and `overlong_penalty` added to the reward
 #   GSPO       importance_sampling_level="sequence" (arXiv:2507.18071), epsilon=3e-4,
 #              epsilon_high=4e-4, several updates a step. A completion has one ratio, the
-#              geometric mean of its tokens' ratios. (The product of 300 times 1.01 is 20)
+#              geometric mean of its tokens' ratios. (Their product explodes: 1.01^300 = 20)
 #
 # Differences from the papers. DeepSeekMath has one ratio for each token, as here; R1's
-# report has one for a completion. Log-ratios are limited, so that e^x stays finite. "dapo"
-# averages over a mini-batch, as libraries do; the paper averages over a prompt's group.
-# Left out: a learned reward model, a reference that is renewed, several GPUs.
+# report has one for a completion. Log-ratios are cut at 50, so that e^x stays finite.
+# "dapo" averages over a mini-batch, as libraries do; the paper averages over a prompt's
+# group. Left out: a learned reward model, a reference that is renewed, several GPUs.
 #
 # Pasting. `grpo_loss` needs sections 2 to 5 and `import torch`. `rule_reward` needs its two
 # helpers and `import re`. `token_logprobs` needs `forward`, `log_probability` and `import
@@ -1055,8 +1055,8 @@ def open_folder(folder, learner, resume):
 def overlong_penalty(lengths, max_completion_length, buffer):
     """DAPO's soft penalty (arXiv:2503.14476, equation 13): lengths in tokens (N,) -> (N,).
 
-    It is 0 up to `buffer` tokens below the limit, and falls in a line to -1 at the limit. A
-    reward function adds it, for torch.tensor([len(ids) for ids in completion_ids])."""
+    It is 0 up to `buffer` tokens below the limit, then falls linearly to -1 at the limit.
+    Add it to the rewards, with torch.tensor([len(ids) for ids in completion_ids])."""
     return ((max_completion_length - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 

@@ -3,7 +3,7 @@
 
     python .ci/side_by_side.py [ROUNDS] [BETA]
 
-By turns in one process, on one thread, each the rehearsal's 40 steps of 16 questions x 8 answers.
+By turns in one process, on one thread, each the rehearsal's 40 steps of 16 prompts x 8 completions.
 TRL takes part where it is installed: with everything in one micro-batch, no logging, no gradient
 checkpointing. Prints every run, and the medians.
 """
@@ -47,29 +47,29 @@ def with_generate(model, tokenizer, examples, beta):
             input_ids=prompts["input_ids"], attention_mask=prompts["attention_mask"],
             do_sample=True, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0,
             num_return_sequences=G, max_new_tokens=CAP)
-        answers = ids[:, prompts["input_ids"].shape[1] :]
-        ended = torch.isin(answers, end_ids).long()
+        completions = ids[:, prompts["input_ids"].shape[1] :]
+        ended = torch.isin(completions, end_ids).long()
         real = ended.cumsum(dim=1) - ended == 0
         mask = prompts["attention_mask"].repeat_interleave(G, dim=0)
         mask = torch.cat([mask, real.long()], dim=1)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         rewards = []
         for i in range(B * G):
-            text = tokenizer.decode(answers[i][real[i]], skip_special_tokens=True)
+            text = tokenizer.decode(completions[i][real[i]], skip_special_tokens=True)
             rewards.append(grpo.rule_reward(text, batch[i // G]["answer"]))
         advantages = grpo.group_advantages(torch.tensor(rewards).view(B, G)).flatten()
 
-        def score(network):
+        def compute_logprobs(network):
             logits = network(ids, attention_mask=mask, position_ids=positions,
-                             logits_to_keep=answers.shape[1] + 1).logits[:, :-1]
+                             logits_to_keep=completions.shape[1] + 1).logits[:, :-1]
             logprobs = logits.log_softmax(dim=-1)
-            return logprobs.gather(2, answers.unsqueeze(2)).squeeze(2)
+            return logprobs.gather(2, completions.unsqueeze(2)).squeeze(2)
 
         ref_logprobs = None
         if beta > 0:
             with torch.no_grad():
-                ref_logprobs = score(reference)
-        logprobs = score(model)
+                ref_logprobs = compute_logprobs(reference)
+        logprobs = compute_logprobs(model)
         loss, _ = grpo.grpo_loss(logprobs, logprobs.detach(), ref_logprobs, advantages, real,
                                  beta=beta)
         optimizer.zero_grad()
@@ -107,7 +107,7 @@ def main(rounds=3, beta=0.02):
         for name, way in ways.items():
             copied = copy.deepcopy(model)
             started = time.perf_counter()
-            way(copied, tokenizer, list(train_data), beta)
+            way(copied, tokenizer, train_data, beta)
             seconds[name].append((time.perf_counter() - started) / STEPS)
             print(f"{name}: {seconds[name][-1]:.3f} s a step", flush=True)
     ours = statistics.median(seconds["grpo.py"])
