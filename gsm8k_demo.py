@@ -79,7 +79,7 @@ def or_stop(function, *arguments):
 
 
 def prepare(config, demo):
-    """(model, tokenizer, train_data, test_data). Only when all are there, the folder is made."""
+    """(model, tokenizer, train_data, test_data). When all are there, make the run's folder."""
     if demo.rehearsal:
         print("making a tiny model, and pre-training it on word problems: half a minute")
         torch.set_num_threads(1)  # matrices this small are done before a second thread wakes up
@@ -126,7 +126,7 @@ def run(config, demo, model, tokenizer, train_data, test_data):
         if demo.eval_every and step % demo.eval_every == 0 and step < config.steps:
             judge(f"step {step}")
 
-    # Before `train`, which loads the weights of the checkpoint that is resumed.
+    # This comes before `train`, which loads the weights of a checkpoint into the model.
     if "before" not in results:
         judge("before")
     history = train(model, tokenizer, train_data, boxed_reward, config, folder, demo.resume,
@@ -164,8 +164,9 @@ def write_json(path, content):
 
 # ---- From the command line ---------------------------------------------------------------
 
+# A resumed run may change these settings.
 MAY_CHANGE = ("output", "resume", "steps", "save_steps", "micro_batch_size", "show_steps",
-              "eval_every")  # in a run that is resumed
+              "eval_every")
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -221,7 +222,7 @@ def load_gsm8k(folder=None):
                 rows = map(json.loads, text.strip().split("\n"))
             else:
                 rows = load_dataset("openai/gsm8k", "main", split=part)
-        except Exception as error:  # they are of several libraries, and of many kinds
+        except Exception as error:  # several libraries raise errors of many kinds
             raise OSError(f"cannot load {folder or 'openai/gsm8k'}: {error}. Without a network: "
                           "--rehearsal, or --data with GSM8K's train.jsonl and test.jsonl")
         examples = []
@@ -231,11 +232,11 @@ def load_gsm8k(folder=None):
         except Exception as error:
             raise ValueError(f"GSM8K's {part} data, row with index {len(examples)}: {error!r}")
         parts.append(examples)
-    return parts
+    return tuple(parts)
 
 
 def gsm8k_example(row):
-    """A row, whose solution ends in "#### 72", as an example."""
+    """A row of GSM8K, whose solution ends in "#### 72", as an example."""
     solution, mark, answer = row["answer"].rpartition("####")
     # A right answer must earn everything. If it does not, the rule or the data is not what
     # it should be, and the model would learn something else.
@@ -276,7 +277,7 @@ def load_model(name):
         # Safetensors only, because loading the older format runs the code in the file.
         model = AutoModelForCausalLM.from_pretrained(
             name, dtype="auto" if device == "cuda" else torch.float32, use_safetensors=True)
-    except Exception as error:  # they are of several libraries, and of many kinds
+    except Exception as error:  # several libraries raise errors of many kinds
         raise OSError(f"cannot load {name}: {error} Is the network there, and the name right? A "
                       "local folder works offline; --rehearsal needs nothing at all")
     if tokenizer.chat_template is None:
@@ -291,19 +292,17 @@ def evaluate(model, tokenizer, dataset, max_completion_length, temperature=0):
 
     `accuracy` counts right last boxes, and `interval` is its 95 % interval. `lenient_accuracy`
     also counts a right last number where nothing is boxed."""
-    bar = tqdm(total=len(dataset), desc="evaluating", leave=False)
+    total = max(1, len(dataset))
+    with tqdm(total=len(dataset), desc="evaluating", leave=False) as bar:
+        def work(part):
+            groups = sample_groups(model, tokenizer, part, 1, max_completion_length, temperature)
+            bar.update(len(part))
+            return [group[0].text for group in groups]
 
-    def work(part):
-        groups = sample_groups(model, tokenizer, part, 1, max_completion_length, temperature)
-        bar.update(len(part))
-        return [group[0].text for group in groups]
-
-    # Every evaluation draws with the same seed. `train` seeds each of its steps by itself.
-    torch.manual_seed(0)
-    texts = sum(in_parts(work, list(dataset), {"prompts": 256}, "prompts"), [])
-    bar.close()
+        # All evaluations draw with the same seed. `train` seeds each of its steps itself.
+        torch.manual_seed(0)
+        texts = sum(in_parts(work, list(dataset), {"prompts": min(256, total)}, "prompts"), [])
     pairs = [(text, example["answer"]) for text, example in zip(texts, dataset)]
-    total = max(1, len(pairs))
     accuracy = sum(rule_reward(*pair) == 1.5 for pair in pairs) / total
     lenient = sum(is_right_leniently(*pair) for pair in pairs) / total
     return {"questions": len(pairs), "accuracy": accuracy, "interval": wilson(accuracy, total),
@@ -337,9 +336,9 @@ made it the rule. What this does not show: that GRPO taught arithmetic. The tiny
 the sums before. Its accuracy was low because most of its pre-training texts stop halfway."""
 NOT_LEARNED = """The accuracy did not rise clearly: the 95 % intervals before and after overlap,
 or it fell. So this run does not show that the model learned. Where to look: were there enough
-steps? In metrics.jsonl, a kl that jumps means too high a learning_rate; a zero_variance_fraction
-near 1, that most groups teach nothing; a high truncated_fraction, too small a
-max_completion_length. README.md says more."""
+steps? In metrics.jsonl, kl jumps if learning_rate is too high, zero_variance_fraction is near 1
+if most groups teach nothing, and truncated_fraction is high if max_completion_length is too
+small. README.md says more."""
 
 
 def show_group(groups, metrics):
@@ -365,7 +364,7 @@ def result_line(name, result):
     if "sampled_accuracy" in result:
         line += ("sampled {sampled_accuracy:.1%} right (95 %: {sampled_interval[0]:.1%} to "
                  "{sampled_interval[1]:.1%}), ")
-    line += ("greedy {accuracy:.1%} (95 %: {interval[0]:.1%} to {interval[1]:.1%}), "
+    line += ("greedy {accuracy:.1%} right (95 %: {interval[0]:.1%} to {interval[1]:.1%}), "
              "{lenient_accuracy:.1%} with unboxed numbers")
     return line.format(**result)
 
@@ -405,11 +404,11 @@ def sparkline(values):
 # ---- The rehearsal -----------------------------------------------------------------------
 # A tiny world in which GRPO can be watched on a CPU, offline. GRPO needs a language model
 # to begin with, so one is made in seconds: a Qwen2 of a quarter of a million weights. It is
-# trained on word problems of two steps. It learns the arithmetic well, and also a bad habit:
-# most of its texts stop after the first step and box that result. GRPO's task is the habit,
+# trained on word problems of two steps. It learns the arithmetic well, and one bad habit:
+# most of its texts stop after the first step and box that result. The habit is GRPO's task,
 # because GRPO can only make likelier what the model already does now and then.
 
-# The flags that it sets. A small model takes a large learning rate.
+# The flags that the rehearsal sets. A small model takes a large learning rate.
 REHEARSAL = dict(steps=40, prompts_per_step=16, max_completion_length=28, learning_rate=5e-4,
                  warmup_steps=5, beta=0.02, eval_questions=256, micro_batch_size=64)
 # The operations of a problem's two steps -> its words.
