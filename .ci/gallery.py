@@ -63,7 +63,8 @@ GALLERY = {
     # The reward and the advantages
     "other order": {"reward": other_order},
     "box alone": {"reward": box_alone},
-    "no baseline": {"code": ("(centered / scales[scale_rewards]).masked_fill(equal, 0.0)", "rewards")},
+    "no baseline": {"code": ("(centered / scales[scale_rewards]).masked_fill(equal, 0.0)",
+                             "rewards")},
     # The loss
     "sign of loss": {"code": ("-(surrogate - beta * penalty)", "surrogate + beta * penalty")},
     "sign of KL": {"code": ("-(surrogate - beta * penalty)", "-(surrogate + beta * penalty)")},
