@@ -196,8 +196,7 @@ def k3_kl(logprobs, ref_logprobs):
 
     The third of the estimates in joschu.net/blog/kl-approx.html. It is at least 0, since
     e^x >= 1 + x. Value and gradient are finite for log-ratios of size below 1e30."""
-    log_ref_ratio = ref_logprobs - logprobs  # (N, T) log(pi_ref / pi_theta)
-    log_ref_ratio = log_ref_ratio.clamp(max=50)  # e^89 would overflow in float32
+    log_ref_ratio = (ref_logprobs - logprobs).clamp(max=50)  # (N, T); e^89 would overflow
     return torch.expm1(log_ref_ratio) - log_ref_ratio  # expm1(x) is e^x - 1, precise near 0
 
 
@@ -412,6 +411,9 @@ class GRPOConfig:
         for setting in fields(self):
             name = setting.name
             value = getattr(self, name)
+            if hasattr(value, "item"):  # one of numpy's numbers: a checkpoint cannot hold it
+                value = value.item()
+                setattr(self, name, value)
             if get_origin(setting.type) is Literal:
                 if value not in get_args(setting.type):
                     raise ValueError(f"{name} is {value!r}, not one of {get_args(setting.type)}")
@@ -872,8 +874,7 @@ def backward(learner, micro_batch, mini_batch):
     old_logprobs = padded("old_logprobs")
     if old_logprobs is None:
         old_logprobs = logprobs.detach()
-    advantages = [completion.advantage for completion in micro_batch]
-    advantages = torch.tensor(advantages, device=mask.device)  # (n,)
+    advantages = torch.tensor([c.advantage for c in micro_batch], device=mask.device)  # (n,)
     loss, metrics = grpo_loss(
         logprobs, old_logprobs, padded("ref_logprobs"), advantages, mask,
         epsilon=config.epsilon, epsilon_high=config.epsilon_high, beta=config.beta,
@@ -927,9 +928,8 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
     if config.num_mini_batches > N:
         raise ValueError(f"num_mini_batches is {config.num_mini_batches}, completions {N}")
     learner = make_learner(model, tokenizer, config)
-    folder = Path(output_dir) if output_dir else None
-    if folder:
-        open_folder(folder, learner, resume)
+    if output_dir:
+        open_folder(Path(output_dir), learner, resume)
     stream = example_stream(dataset, learner)
     done = len(learner.history)
     bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, unit="step")
@@ -944,8 +944,8 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
         metrics = {"step": step} | train_step(learner, stream, reward_fn)
         learner.history.append(metrics)
         bar.set_postfix_str(f"reward {metrics['reward_mean']:.2f}")
-        if folder:
-            save_run(folder, learner)
+        if output_dir:
+            save_run(Path(output_dir), learner)
         if after_step:
             after_step(learner)
     return learner.history
@@ -1000,7 +1000,7 @@ def save_run(folder, learner):
     lines = [json.dumps(metrics) + "\n" for metrics in learner.history]
     (folder / "metrics.jsonl").write_text("".join(lines))
     if config.save_steps and (step % config.save_steps == 0 or step == config.steps):
-        saved = {"settings": json.dumps(asdict(config), default=float),
+        saved = {"settings": json.dumps(asdict(config)),
                  "history": learner.history, "examples_seen": learner.examples_seen,
                  "masters": learner.masters, "optimizer": learner.optimizer.state_dict()}
         torch.save(saved, folder / "checkpoint.new")
@@ -1070,7 +1070,7 @@ if __name__ == "__main__":
     mask = torch.tensor([[1, 1], [1, 0], [1, 0], [1, 1]])  # (4, 2)
     loss, _ = grpo_loss(logprobs, old_logprobs, old_logprobs, advantages, mask, beta=0.04)
     loss.backward()
-    ratio = (logprobs - old_logprobs).exp().detach()  # (4, 2)
+    ratio = probabilities / 0.2  # (4, 2)
     surrogate = clipped_surrogate(ratio, advantages)  # (4, 2)
     k3 = k3_kl(logprobs, old_logprobs).detach()  # (4, 2)
     print("completion        reward  advantage  ratio  surrogate      k3  gradient")

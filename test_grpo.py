@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT-0
-r"""The tests of grpo.py and gsm8k_demo.py, and the second half of the tutorial: what must be true.
+r"""The tests of grpo.py and gsm8k_demo.py: the second half of the tutorial.
 
     python -m pytest -q test_grpo.py
 
-Offline, on the CPU, in under two minutes. Most of it is tables: a name, what goes in, what must
-come out, and below them the short function that checks each row. Change a line of grpo.py, and see
-which of them goes red. "Slow" is a second way to compute the same thing, written to be obvious.
-"""
+They run offline, on the CPU, in about two minutes. Most of them are tables. A row has a
+name, what goes in, and what must come out, and the short function below the table checks
+each row. Change a line of grpo.py, and see which tests go red. A function with "slow" in
+its name computes the same thing a second time, in a way that is easy to follow."""
 
 import copy
 import inspect
@@ -19,9 +19,10 @@ import re
 import runpy
 import string
 import sys
+import textwrap
 import time
+from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
 import datasets
@@ -30,16 +31,17 @@ import pytest
 import torch
 from tokenizers import models, pre_tokenizers, Tokenizer
 from torch.nn.utils import parameters_to_vector
-from transformers import AutoConfig, AutoModelForCausalLM, CONFIG_MAPPING, PreTrainedTokenizerFast
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, CONFIG_MAPPING,
+                          PreTrainedTokenizerFast)
 
 sys.path.insert(0, str(Path(__file__).parent / ".ci"))
 import gallery  # noqa: E402
 import grpo  # noqa: E402
 import gsm8k_demo  # noqa: E402
-from grpo import (average, clipped_surrogate, draw_tokens, end_token_ids, extract_boxed,
-                  group_advantages, grpo_loss, GRPOConfig, k3_kl, kl_estimate, masked_mean,
-                  overlong_penalty, pad_rows, rule_reward, sample_groups, score, token_logprobs,
-                  train, training_steps)  # noqa: E402
+from grpo import (average, clipped_surrogate, compute_logprobs, end_token_ids,
+                  extract_boxed, group_advantages, grpo_loss, GRPOConfig, k3_kl, kl_estimate,
+                  masked_mean, overlong_penalty, rule_reward, sample_groups, token_logprobs,
+                  train)  # noqa: E402
 
 torch.set_num_threads(1)  # matrices this small are done before a second thread wakes up
 
@@ -57,9 +59,12 @@ def gradient(function, x):
     return torch.autograd.grad(function(leaf), leaf)[0]
 
 
+each = pytest.mark.parametrize  # a test for each row of a list
+
+
 def cases(names, table):
-    """A test for each row of a table: the key is the name of the case, the value goes in."""
-    return pytest.mark.parametrize(names, table.values(), ids=table)
+    """A test for each row of a table: the key is its name, the value goes in."""
+    return each(names, table.values(), ids=table)
 
 
 def near(actual, expected, tolerance=1e-12):
@@ -69,158 +74,443 @@ def near(actual, expected, tolerance=1e-12):
 
 
 # --- The worked numbers of the documents ---
-# Of an article, a chapter of a book on RLHF with a script, an explainer and a course; the README
-# has their titles and errors. Where one is wrong, the last column is its figure, or its code's.
-def advantages(rewards, scale_rewards="group"):
-    return group_advantages(numbers(rewards), scale_rewards)
+# Five documents explain GRPO with numbers. The tests follow each of them in its order.
+# A docstring names the document, the section and the line. The documents are:
+#   Scratch    "Group-Relative Policy Optimization (GRPO) — From Scratch", an article
+#   Book       chapter 11, "Policy Gradient Algorithms", of a book on RLHF
+#   Explained  "GRPO Objective Function Explained", a tutorial
+#   Hands-on   "9.3 Hands-on: GRPO Training and Core Mechanisms", a section of a course
+#   RLinf      "组相对策略优化 (GRPO)", a page of RLinf's documentation
+# `equals` holds what is right, and `rounds_to` what is printed. `differs_from` says that a
+# printed figure is wrong, and the lines beside it show why.
+def equals(values, figures):
+    near(torch.as_tensor(values).flatten(), numbers(figures), 1e-6)
 
 
-def statistics(rewards):
-    centered = advantages(rewards, "none")[0]
-    return [numbers(rewards)[0] - centered, centered / advantages(rewards)[0], *advantages(rewards)]
+def last_digits_off(values, figures):
+    """How far each value is from its figure, in units of the figure's last digit."""
+    values = torch.as_tensor(values, dtype=torch.float64).flatten()
+    units = t64([10.0 ** -len(figure.partition(".")[2]) for figure in figures.split()])
+    assert len(values) == len(units)
+    return (values - numbers(figures)).abs() / units
 
 
-def clip(row):
-    row = numbers(row)
-    return clipped_surrogate(row[1:].unsqueeze(0), row[:1])
+def rounds_to(values, figures):
+    assert (last_digits_off(values, figures) < 0.5).all()
 
 
-def script(loss_type):
-    """Ratios 1, advantages 2, answers of 4 and 7 tokens: value, gradient of a token in each."""
-    mask = numbers("1 1 1 1 0 0 0  1 1 1 1 1 1 1").view(2, 7)
-    slope = gradient(lambda ratios: average(2 * ratios, mask, loss_type, 7), 0 * mask + 1)
-    return [slope.sum(), *slope[:, 0]]
+def differs_from(values, figures):
+    assert (last_digits_off(values, figures) > 0.5).all()
 
 
-@cases("row", {  # document, quantity: what grpo.py computes, from what, what is right, misprinted
-    "article: clip at ratio 1.3": (clip, "2 1.3", "2.4"),
-    "article: mean, std and advantages of five; its code has rewards.std(), over G - 1":
-        (statistics, "2 3.5 1 4 2.5", "2.6 1.067708 -0.561951 0.842927 -1.498537 1.31122 -0.093659",
-                                      "2.6 1.068    -0.503    0.754    -1.34     1.173   -0.084"),
-    "article: one right of DeepSeek-R1's 16, the root of 15; its 64 would give that of 63":
-        (advantages, "1.5" + 15 * " 0.5", "3.872983" + 15 * " -0.258199",
-                                          "7.937254" + 15 * " -0.125988"),
-    "article, explainer: k3 at pi_ref/pi_theta = 2, as loss at A = 0; the book's sign is wrong":
-        (lambda row: grpo_loss(*numbers(row).log().view(3, 1, 1), t64([0]), t64([[1]]), beta=1)[0],
-         "0.2 0.2 0.4", "0.306853", "-0.306853"),
-    "book: the means of two answers, the mean of those, and that of all tokens, 33/15":
-        (lambda x: [*masked_mean(x, x, dim=1), average(x, x), average(x, x, "dapo")],
-         numbers("1 1 1 1 10 0 0 0 0 0  1 1 1 1 1 1 1 1 1 10").view(2, 10),
-         "2.8 1.9 2.35 2.2", "2.8 1.9 2.35 2.27"),
-    "script: masked_mean": (script, "grpo", "2 0.25 0.142857"),
-    "script: masked_sum": (script, "dr_grpo", "1.571429 0.142857 0.142857"),
-    "script: mean over tokens; advantages were left out, and a gradient of 1/7 was not zeroed":
-        (script, "dapo", "2 0.181818 0.181818", "1 0.2338 0.2338"),
-    "DAPO's paper, equation 13: lengths for a cap of 20 and a buffer of 8":
-        (lambda row: overlong_penalty(numbers(row), 20, 8), "1 12 13 20 23", "0 0 -0.125 -1 -1"),
-    "course: rewards; its apple table pays 1.0 without a box, its pattern reads the first box":
-        (lambda texts: [rule_reward(text, "63") for text in texts],
-         [r"9 * 7 = \boxed{63} eggs.", r"\boxed{50}.", "It is 63.", r"\boxed{50}? No: \boxed{63}"],
-         "1.5 0.5 0 1.5", "1.5 0.5 1 0.5"),
-    "course: apples minus their mean":
-        (lambda row: advantages(row, "none"), "1.5 1 0 0", "0.875 0.375 -0.625 -0.625"),
-    "course: early": (advantages, "0.5 1.5 0.5 1.5 0.5 1.5 0.5 0.5",
-        "-0.774597 1.290994 -0.774597 1.290994 -0.774597 1.290994 -0.774597 -0.774597",
-        "-1.2      0.1       0.8      0.1       1.5      0.1      -0.3       0.6"),
-    "course: middle": (advantages, "1.5 1.5 1.5 0.5 1.5 1.5 1.5 1.5",
-        "0.377964 0.377964 0.377964 -2.645751 0.377964 0.377964 0.377964 0.377964",
-        "0        0        0        -0.5      0        0        0        0"),
-    "course: late": (advantages, 8 * "1.5 ", 8 * "0 "),
-    "course: mean, std and advantages of eight": (statistics, "1.5 0 1.5 0 1 1.5 0.5 1.5",
-        "0.9375 0.634306 0.886796 -1.477994 0.886796 -1.477994 0.098533 0.886796 -0.68973 0.886796",
-        "0.875  0.637    0.82     -1.23     0.82     -1.23     0.12     0.82     -0.53    0.82"),
-    "course: good": (clip, "1 0.5 0.8 1 1.2 1.5", "0.5 0.8 1 1.2 1.2"),
-    "course: bad": (clip, "-1 0.5 0.8 1 1.2 1.5", "-0.8 -0.8 -1 -1.2 -1.5"),
-})
-def test_the_documents_numbers(row):
-    compute, given, right, *misprint = row
-    computed = torch.as_tensor(compute(given)).flatten()
-    near(computed, numbers(right), 1e-6)
-    for printed in misprint:
-        assert (computed - numbers(printed)).abs().max() > 0.005, "the table: this may be rounding"
+def mean_and_std(rewards):
+    """Mean and std of one group, as group_advantages has them."""
+    centered = group_advantages(rewards, "none")
+    return [(rewards - centered)[0], (centered / group_advantages(rewards))[0]]
 
 
-# --- The reward ---
-@pytest.mark.parametrize("text, contents", {  # contents of the complete box that opens last
-    r"$$\boxed{63}$$": "63", r"\boxed{{{a}}{b}}": "{{a}}{b}", r"\boxed{\{1, 2\}}": r"\{1, 2\}",
-    r"\boxed{a \} b}": r"a \} b", r"\boxed{1} \boxed{2}": "2", r"\boxed{\boxed{5}}": "5",
-    r"\boxed{1} \boxed{\frac{2}{3}": "1", r"\boxed{x = \boxed{2}": "2", r"{\boxed{5}": "5",
-    r"\boxed{1 + \boxed{2} + 3}": "2", r"} } \boxed{5}": "5", "\\boxed{\ud800}": "\ud800",
-    # These earn nothing: blank boxes, and none.
-    r"\boxed{}": "", "\\boxed{ \n\t }": " \n\t ", r"\boxed{63} \boxed{}": "",
-    r"\boxed{\boxed{}}": "", "": None, "boxed{63}": None, r"\boxed": None, r"\boxed{63": None,
-    r"\boxed\{63\}": None, r"\boxed{63\}": None}.items())
-def test_boxes(text, contents):
-    assert extract_boxed(text) == contents
-    if contents is None or not contents.strip():
-        assert rule_reward(text, "") == 0.0  # nor does an empty box equal an empty answer
+def one_token(probabilities, advantage, beta):
+    """Loss and metrics of one token; its probabilities are pi_theta, pi_old and pi_ref."""
+    policies = numbers(probabilities).log().view(3, 1, 1)
+    return grpo_loss(*policies, t64([advantage]), torch.ones(1, 1), beta=beta)
 
 
-@cases("rows", {  # why: box and answer; box and answer
-    "the same number": "63.0 is 63; -0 is 0; .5 is 0.5; 5e3 is 5000; 5e-1 is 0.5; 63.009 is 63",
-    "padded": "007 is 7; +5 is 5;  63  is 63; 63 is  63\n;  x+1  is x+1; x+1 is  x+1\n",
-    "another number": "50 is not 63; 630 is not 63; -63 is not 63; 5 is not -5; 62.98 is not 63",
-    "0.01": "62.991 is 63; 5.01 is not 5; 4.99 is not 5; 3,000,000.01 is not 3000000",
-    "thousands": "-1,000 is -1000; 1000 is 1,000; 1{,}234{,}567 is 1234567; 1,234.5 is 1234.5",
-    "wrong commas": "8,000 is not 000; 8,000 is not 8; 12,34 is not 1234; 1234,567 is not 1234567",
-    "units": r"\$18 is $18.00; $63$ is 63; -$5 is -5; $-5 is -5; 12.5\% is 12.5; 50 % is 50",
-    "a sentence ends": "63. is 63; 1,000. is 1000;  $18.  is 18; 50%.  is 50",
-    "equal as strings": r"\frac12 is \frac12; Monday is Monday; , is ,; nan is nan",
-    "no number": ", is not 0; . is not 0; - is not 0; $ is not 0; e5 is not 0; 63 is not ; 63 is "
-        "not ,; 6 3 is not 63; 63 eggs is not 63; 6.3.0 is not 6.3; --5 is not 5; 60+3 is not 63; "
-        "63\x00 is not 63; \\frac12 is not 0.5; 1_000 is not 1000; 0x3f is not 63; nan is not NaN",
-    "too large for a float": "1e999 is not 2e999; inf is not 1e999; -1e999 is not -inf; "
-        f"1{'0' * 308} is not -1{'0' * 308}",
-    "other digits": "\u0666\u0663 is not 63; 63 is not \uff16\uff13; 6\u00b3 is not 63",
-})
-def test_boxes_are_read_as_a_person_would(rows):
-    for case in rows.split("; "):
-        box, answer = re.split(" is not | is ", case)
-        reward = rule_reward(f"The answer is \\boxed{{{box}}}.", answer)
-        assert reward == (0.5 if " is not " in case else 1.5), case
+def slopes_at_ratio_1(advantages):
+    """Gradient of the loss, without KL, for answers of one token."""
+    old = torch.zeros(len(advantages), 1)
+    return gradient(lambda new: grpo_loss(new, old, None, advantages, old == 0, beta=0)[0], old)
 
 
-@pytest.mark.parametrize(
-    "piece", r"\boxed{ \boxed{} \boxed { } \ \{ 9 9, ,000 {,} $ - . 1e9".split() + [". ", *" \n"])
-def test_hostile_text_takes_linear_time(piece):
-    # A linear reader needs tenths of a second. Small sizes first: a quadratic one shall not hang.
-    for size in (10_000, 30_000, 100_000, 300_000):
-        body = piece * (size // len(piece))
-        started = time.process_time()
-        # A digit on either side keeps strip() away from the middle. An x at the end makes a
-        # pattern that nearly matched try again from every place.
-        for text in (f"1{body}1", f"1{body}x"):
-            rule_reward(f"\\boxed{{{text}}}", "7")
-            rule_reward(r"\boxed{7}", text)
-        assert time.process_time() - started < 3.0
+def gae(residuals, decay):
+    """PPO's advantage: a sum of TD residuals. The decay is gamma times lambda."""
+    return sum(decay ** l * residual for l, residual in enumerate(residuals))
+
+
+# Scratch
+FIVE = numbers("2.0 3.5 1.0 4.0 2.5")  # its rewards
+FIVE_ADVANTAGES = "-0.561951 0.842927 -1.498537 1.311220 -0.093659"
+
+
+def test_scratch_clip_at_ratio_1_3():
+    """Scratch, Quick Recap, line 48: ratio 1.3, advantage 2.0, epsilon 0.2."""
+    ratio = numbers("1.3").view(1, 1)
+    equals(clipped_surrogate(ratio, numbers("2.0"), epsilon=99), "2.6")  # unclipped
+    equals(clipped_surrogate(ratio, numbers("1"), epsilon=0.2), "1.2")  # the clipped ratio
+    equals(clipped_surrogate(ratio, numbers("2.0"), epsilon=0.2), "2.4")
+    loss, metrics = one_token("0.26 0.2 0.2", advantage=2.0, beta=0)  # 30 % more likely
+    equals([loss, metrics["ratio_max"], metrics["clip_fraction"]], "-2.4 1.3 1")
+
+
+def test_scratch_td_residual():
+    """Scratch, Quick Recap, line 67: reward 1, values 5.0, 5.5, gamma 0.99, lambda 0.95."""
+    residual = 1 + 0.99 * 5.5 - 5.0
+    equals([0.99 * 5.5, residual, gae([residual], 0.99 * 0.95)], "5.445 1.445 1.445")
+
+
+def test_scratch_mean_std_and_advantages_of_five():
+    """Scratch, The Key Insight, lines 123 to 134: the std is divided by G."""
+    squares = group_advantages(FIVE, "none").square()
+    equals(squares, "0.36 0.81 2.56 1.96 0.01")
+    equals([FIVE.sum(), squares.sum(), squares.mean()], "13.0 5.7 1.14")
+    equals(mean_and_std(FIVE), "2.6 1.067708")
+    rounds_to(mean_and_std(FIVE), "2.6 1.07")
+    advantages = group_advantages(FIVE)
+    equals(advantages, FIVE_ADVANTAGES)
+    rounds_to(advantages, "-0.56 +0.84 -1.50 +1.31 -0.09")
+    assert [advantages.argmax() + 1, advantages.argmin() + 1] == [4, 3]  # the best, the worst
+
+
+def test_scratch_kl_at_ratios_1_and_2():
+    """Scratch, The Full GRPO Objective, lines 180, 186: pi_ref/pi_theta is 1, then 2."""
+    same, twice = k3_kl(numbers("0.2 0.2").log(), numbers("0.2 0.4").log())
+    equals([math.log(1), same, math.log(2), twice], "0 0 0.693147 0.306853")
+    rounds_to([math.log(2), twice], "0.693 0.307")
+    near(one_token("0.2 0.2 0.4", advantage=0, beta=1)[0], twice)  # KL raises the loss
+
+
+def test_scratch_code_divides_by_one_less_than_its_text():
+    """Scratch, Practical Implementation, line 258: torch's std divides by G - 1."""
+    advantages = (FIVE - FIVE.mean()) / FIVE.std()
+    equals(FIVE.std(), "1.193734")
+    equals(advantages, "-0.502625 0.753937 -1.340333 1.172791 -0.083771")
+    near(group_advantages(FIVE) * (4 / 5) ** 0.5, advantages, 1e-6)
+    # So the code gives none of the figures in lines 125 to 132.
+    differs_from([FIVE.std(), *advantages], "1.07 -0.56 +0.84 -1.50 +1.31 -0.09")
+
+
+def test_scratch_equal_rewards_give_zero():
+    """Scratch, Practical Implementation, line 261: "we return zero advantages"."""
+    assert not group_advantages(numbers("2.6 2.6 2.6")).any()
+
+
+# Book
+P, Q = numbers("0.1 0.2 0.4 0.3"), numbers("0.4 0.3 0.2 0.1")  # any two policies
+LOSSES = numbers("1 1 1 1 10 0 0 0 0 0  1 1 1 1 1 1 1 1 1 10").view(2, 10)  # 0 is padding
+# In the script, the ratios are 1 for a token and 0 for padding, and so is the mask.
+RATIOS = TOKENS = numbers("1 1 1 1 0 0 0  1 1 1 1 1 1 1").view(2, 7)
+
+
+def slopes_by_script(loss_type):
+    """The script's gradient for each ratio. Both advantages are 2."""
+    return gradient(lambda ratios: average(2 * ratios, TOKENS, loss_type, 7), RATIOS)
+
+
+def test_book_the_gradient_of_log_pi_has_the_mean_0():
+    """Book, 11.1.1, line 34: the mean is over the actions of a policy."""
+    near(gradient(lambda logits: Q @ logits.log_softmax(0), Q.log()), 0 * Q)
+
+
+def test_book_three_forms_of_rloo():
+    """Book, 11.1.2.1, 11.1.4, 11.2.4.1, lines 60, 113, 345: the rewards are Scratch's."""
+    right = "-0.75 1.125 -2 1.75 -0.125"
+    equals(FIVE - (FIVE.sum() - FIVE) / (5 - 1), right)  # minus the mean of the others
+    equals(group_advantages(FIVE, "none") * 5 / (5 - 1), right)
+    equals(group_advantages(FIVE, "rloo"), right)
+
+
+def test_book_cases_of_the_clip():
+    """Book, 11.1.3, lines 78 to 93: ratios above, between, below; advantages 1 and -1."""
+    ratios = numbers("1.5 0.9 0.5  1.5 0.9 0.5").view(2, 3)
+    equals(clipped_surrogate(ratios, numbers("1 -1")), "1.2 0.9 0.5  -1.5 -0.9 -0.8")
+
+
+def test_book_cases_of_the_policy_gradient():
+    """Book, 11.2.1, lines 129 to 131: advantages 1, -1 and 0."""
+    slopes = 3 * slopes_at_ratio_1(numbers("1 -1 0"))
+    equals(slopes, "-1 1 0")  # descent makes them more likely, less likely, and neither
+    near(one_token("0.2 0.2 0.2", advantage=0, beta=0)[0], 0)
+
+
+def test_book_mean_of_all_tokens_is_33_and_not_34_over_15():
+    """Book, 11.2.2, lines 150 to 155: the answers have 5 and 10 tokens; 2.27 is a misprint."""
+    equals(masked_mean(LOSSES, LOSSES, dim=1), "2.8 1.9")
+    equals(average(LOSSES, LOSSES), "2.35")  # answers count equally
+    mean = average(LOSSES, LOSSES, "dapo")  # tokens count equally
+    equals(LOSSES.sum(dim=1), "14 19")
+    equals([mean, (14 + 19) / 15], "2.2 2.2")
+    rounds_to(34 / 15, "2.27")
+    differs_from(mean, "2.27")
+
+
+def test_book_script_results():
+    """Book, 11.2.2, lines 235 to 237."""
+    equals(masked_mean(2 * RATIOS, TOKENS, dim=1), "2 2")
+    sums = [average(2 * row, row, "dr_grpo", 7) for row in TOKENS.split(1)]  # answer by answer
+    equals(sums, "1.142857 2")
+    rounds_to(sums, "1.1429 2.0000")
+    near(average(2 * RATIOS, TOKENS, "dr_grpo", 7), sum(sums) / 2)
+    near(masked_mean(RATIOS, TOKENS), 1)  # line 212 leaves out the advantages
+    near(average(2 * RATIOS, TOKENS, "dapo"), 2)
+
+
+def test_book_script_gradients_of_masked_mean_and_masked_sum():
+    """Book, 11.2.2, lines 241 and 246."""
+    of_mean, of_sum = slopes_by_script("grpo"), slopes_by_script("dr_grpo")
+    near(of_mean, TOKENS / t64([[4], [7]]))
+    near(of_sum, TOKENS / 7)
+    rounds_to(of_mean, "0.2500 0.2500 0.2500 0.2500 0.0000 0.0000 0.0000 "
+                       "0.1429 0.1429 0.1429 0.1429 0.1429 0.1429 0.1429")
+    rounds_to(of_sum, "0.1429 0.1429 0.1429 0.1429 0.0000 0.0000 0.0000 "
+                      "0.1429 0.1429 0.1429 0.1429 0.1429 0.1429 0.1429")
+
+
+def test_book_script_adds_two_gradients():
+    """Book, 11.2.2, line 251: ratio.grad.zero_() is missing after line 248."""
+    table = gradient(lambda ratios: masked_mean(ratios, TOKENS), RATIOS)
+    near(table, TOKENS / 11)
+    differs_from(table[TOKENS > 0], 11 * "0.2338 ")
+    both = slopes_by_script("dr_grpo") + table
+    near(both, TOKENS * (1 / 7 + 1 / 11))
+    rounds_to(both, "0.2338 0.2338 0.2338 0.2338 0.0000 0.0000 0.0000 "
+                    "0.2338 0.2338 0.2338 0.2338 0.2338 0.2338 0.2338")
+    near(slopes_by_script("dapo"), TOKENS * 2 / 11)  # with the advantages
+
+
+def test_book_only_masked_mean_favours_the_short_answer():
+    """Book, 11.2.2, line 254: a token's gradient, short answer over long answer."""
+    tables = [slopes_by_script(loss_type) for loss_type in ("grpo", "dr_grpo", "dapo")]
+    equals([table[0, 0] / table[1, 0] for table in tables], "1.75 1 1")
+
+
+def test_book_approximate_kl_and_objective_of_a_single_gradient_step():
+    """Book, 11.2.3, line 289: k2 at 0.3; line 301: A - beta KL, A and pi_ref/pi_theta are 2."""
+    equals(kl_estimate(numbers("0.3"), numbers("0"), "mse"), "0.045")
+    near(-one_token("0.2 0.2 0.4", advantage=2, beta=0.04)[0], 2 - 0.04 * 0.306853, 1e-6)
+
+
+def test_book_two_forms_of_gae():
+    """Book, 11.3.1, line 361: our rewards are 0, 0, 1, our values 0.2, 0.5, 0.8."""
+    residuals = [0.5 - 0.2, 0.8 - 0.5, 1 - 0.8]  # gamma is 1
+    one, two, three = 0.5 - 0.2, 0.8 - 0.2, 1 - 0.2  # n-step estimates; three is the end
+    near((1 - 0.95) * (one + 0.95 * two) + 0.95 ** 2 * three, 0.7655)
+    equals([gae(residuals, lam) for lam in (0, 0.95, 1)], "0.3 0.7655 0.8")
+
+
+# Explained
+def test_explained_k3_is_unbiased():
+    """Explained, Derivation, lines 111 to 125: x is drawn from q, and r = p(x)/q(x)."""
+    r = P / Q
+    equals([P.sum(), Q.sum(), Q @ (r - 1)], "1 1 0")
+    k3, k1 = k3_kl(Q.log(), P.log()), kl_estimate(Q.log(), P.log(), "kl")  # lambda 1 and 0
+    between = -r.log() + 0.5 * (r - 1)  # lambda 0.5
+    equals([Q @ (Q / P).log(), Q @ k3, Q @ k1, Q @ between], 4 * "0.427667 ")
+
+
+def test_explained_k3_is_0_only_where_the_policies_agree():
+    """Explained, Derivation, lines 129 to 131: log r from -3 to 3."""
+    log_r = torch.arange(-3, 3.5, 0.5)
+    k3 = k3_kl(0 * log_r, log_r)
+    assert k3.min() == 0
+    assert torch.equal(k3 > 0, log_r != 0)
+    r = numbers("2 1 0.5")  # pi_ref/pi_theta; lines 143 to 152 have the code
+    equals(k3_kl(0 * r, r.log()), "0.306853 0 0.193147")
+
+
+def test_explained_exp_88_fits_into_bfloat16():
+    """Explained, KL Divergence Computation, line 223: "exp(88) ≈ 1e38" is not too large."""
+    largest = torch.finfo(torch.bfloat16).max
+    equals([math.exp(88) / 1e38, largest / 1e38], "1.651636 3.389531")
+    differs_from(math.exp(88) / 1e38, "1")
+    equals(math.log(largest), "88.718925")  # above this, e^x is too large
+    assert numbers("88 89").bfloat16().exp().isinf().tolist() == [False, True]
+
+
+def test_explained_clip_is_needed_above_50_but_not_below():
+    """Explained, KL Divergence Computation, line 224: diff is clipped to [-50, 50]."""
+    diff = numbers("50 60 -50 -60")
+    equals(k3_kl(0 * diff, diff) / numbers("1e21 1e21 1 1"), "5.184706 5.184706 49 59")
+    clipped = diff.clamp(-50, 50)  # with its code, -60 costs no more than -50
+    equals((clipped.exp() - clipped - 1)[2:], "49 49")
+
+
+def test_explained_sign_of_the_loss():
+    """Explained, Combining Terms, line 259: -policy_loss + beta KL, where A is 1."""
+    near(one_token("0.2 0.2 0.4", advantage=1, beta=0.04)[0], -1 + 0.04 * 0.306853, 1e-6)
+
+
+# Hands-on
+APPLES = ["3 + 2 = 5, so the answer is 5.", "The answer is 5.", "It should be 6.",
+          "I am not sure, perhaps it is 4."]
+SCORES = numbers("1.5 1.0 0.0 0.0")  # of these four, as the course has them
+GOOD = ("First compute the eggs left each day: 16 - 3 - 4 = 9.\n"
+        "There are 7 days in a week, so she can sell: 9 * 7 = 63.\n\\boxed{63}")
+BAD = "I think she can sell about 50 eggs. \\boxed{50}"
+BEFORE = "I think there are 7 left. \\boxed{7}"
+AFTER = ("Let me calculate step by step:\n- John starts with 15 apples.\n"
+         "- He gives 3 to Mary: 15 - 3 = 12.\n- He gives 5 more to Kevin: 12 - 5 = 7.\n"
+         "- Therefore 7 apples are left.\n\\boxed{7}")
+EIGHT = numbers("1.5 0.0 1.5 0.0 1.0 1.5 0.5 1.5")  # rewards
+
+
+def course_reward(text, answer):
+    """The rule of the course, lines 387 to 397. Its pattern takes the first box."""
+    box = re.search(r"\\boxed\{([^}]+)\}", text)
+    return 0.5 + (box[1].strip() == answer) if box else 0.0
+
+
+def boxed_rewards(answers, right):
+    return t64([rule_reward(rf"\boxed{{{answer}}}", right) for answer in answers.split()])
+
+
+def test_hands_on_apple_scores_break_its_rule():
+    """Hands-on, line 25: without a box an answer earns nothing, and no answer earns 1.0."""
+    graded = [rule_reward(text, "5") for text in APPLES]
+    assert graded == [course_reward(text, "5") for text in APPLES] == [0, 0, 0, 0]
+    differs_from(graded[:2], "1.5 1.0")
+    boxed = boxed_rewards("5 5 6 4", "5")
+    equals(boxed, "1.5 1.5 0.5 0.5")
+    differs_from(boxed[1:], "1.0 0.0 0.0")
+    # The scores as given, minus their mean: lines 33 to 41.
+    equals(mean_and_std(SCORES)[0], "0.625")
+    equals(group_advantages(SCORES, "none"), "+0.875 +0.375 -0.625 -0.625")
+
+
+def test_hands_on_rule_and_its_two_examples():
+    """Hands-on, 9.3.1, lines 352 to 381: +1.0 for the answer, +0.5 for the box."""
+    for reward in (rule_reward, course_reward):
+        equals([reward(text, "7") for text in (r"\boxed{7}", r"\boxed{8}", "7")], "1.5 0.5 0")
+        equals([reward(GOOD, "63"), reward(BAD, "63")], "1.5 0.5")
+    corrected = r"\boxed{50}? No: \boxed{63}"  # of two boxes, the last one counts
+    equals([rule_reward(corrected, "63"), course_reward(corrected, "63")], "1.5 0.5")
+
+
+def test_hands_on_steps_alone_earn_nothing():
+    """Hands-on, 9.3.1, lines 494 to 506: before and after training, the answer is right."""
+    rewards = t64([rule_reward(BEFORE, "7"), rule_reward(AFTER, "7")])
+    equals(rewards, "1.5 1.5")
+    assert not group_advantages(rewards).any()
+
+
+def test_hands_on_a_group_is_a_row_and_equal_rewards_give_zero():
+    """Hands-on, 9.3.1 and 9.3.2, lines 337, 403, 567 and 589: two prompts, G = 3."""
+    assert torch.arange(2).repeat_interleave(3).tolist() == [i // 3 for i in range(6)]
+    for equal in ("1.5 1.5 1.5", "0 0 0"):
+        rewards = numbers("1 1 0 " + equal).view(-1, 3)
+        equals(group_advantages(rewards), "0.707107 0.707107 -1.414214  0 0 0")
+
+
+def test_hands_on_ratio_and_clip():
+    """Hands-on, 9.3.2, lines 623 and 634: 0, +20 and -20 %, and the interval [0.8, 1.2]."""
+    for new, ratio in (("0.5", "1"), ("0.6", "1.2"), ("0.4", "0.8")):
+        equals(one_token(new + " 0.5 0.5", advantage=1, beta=0)[1]["ratio_max"], ratio)
+    equals(clipped_surrogate(numbers("9 0.1").view(2, 1), numbers("1 -1")), "1.2 -0.8")
+
+
+def test_hands_on_kl_and_total_loss():
+    """Hands-on, 9.3.2, lines 683 and 689: -J + beta KL, where A is 1."""
+    near(k3_kl(numbers("-1"), numbers("-1")), [math.exp(0) - 0 - 1])
+    losses = [one_token("0.2 0.2 0.4", advantage=1, beta=beta)[0] for beta in (0, 0.04)]
+    equals(losses, "-1 -0.987726")
+
+
+def test_hands_on_early_advantages_do_not_sum_to_0():
+    """Hands-on, 9.3.3, line 747: the right answer is 7."""
+    printed = "-1.2 +0.1 +0.8 +0.1 +1.5 +0.1 -0.3 +0.6"
+    rewards = boxed_rewards("3 7 12 7 15 7 8 10", str(15 - 3 - 5))
+    advantages = group_advantages(rewards)
+    near(advantages, torch.where(rewards == 1.5, 1.290994, -0.774597), 1e-6)
+    differs_from(advantages, printed)
+    equals([numbers(printed).sum(), advantages.sum()], "1.7 0")
+    assert numbers(printed).argmax() == 4  # and 15, which is wrong, has the most
+
+
+def test_hands_on_middle_advantages_do_not_sum_to_0():
+    """Hands-on, 9.3.3, line 752."""
+    printed = "0 0 0 -0.5 0 0 0 0"
+    rewards = boxed_rewards("7 7 7 8 7 7 7 7", "7")
+    advantages = group_advantages(rewards)
+    near(advantages, torch.where(rewards == 1.5, 0.377964, -2.645751), 1e-6)
+    differs_from(advantages[3], "-0.5")
+    equals([numbers(printed).sum(), advantages.sum()], "-0.5 0")
+
+
+def test_hands_on_late_group_has_no_gradient():
+    """Hands-on, 9.3.3, line 757."""
+    advantages = group_advantages(boxed_rewards("7 7 7 7 7 7 7 7", "7"))
+    assert not advantages.any()
+    assert not slopes_at_ratio_1(advantages).any()
+
+
+def test_hands_on_advantages_of_eight_fit_no_mean_and_std():
+    """Hands-on, 9.3.3, line 786: the rewards sum to 7.5, and the printed mean is 7/8."""
+    equals([EIGHT.sum(), 7 / 8], "7.5 0.875")
+    equals(mean_and_std(EIGHT), "0.9375 0.634306")
+    differs_from(mean_and_std(EIGHT), "0.875 0.637")
+    rounds_to((EIGHT - 0.875).square().mean().sqrt(), "0.637")  # around the wrong mean
+    # Line 785: the advantages must sum to 0, and their squares to 8.
+    printed = "0.82 -1.23 0.82 -1.23 0.12 0.82 -0.53 0.82"
+    right = "0.886796 -1.477994 0.886796 -1.477994 0.098533 0.886796 -0.689730 0.886796"
+    advantages = group_advantages(EIGHT)
+    equals(advantages, right)
+    differs_from(advantages, printed)
+    equals([advantages.sum(), advantages.square().sum()], "0 8")
+    equals([numbers(printed).sum(), numbers(printed).square().sum()], "0.41 6.0107")
+
+
+def test_hands_on_code_divides_by_one_less_than_its_formula():
+    """Hands-on, 9.3.2, line 577: torch's std divides by G - 1, and line 546 by G."""
+    advantages = (EIGHT - EIGHT.mean()) / EIGHT.std()
+    equals(EIGHT.std(), "0.678101")
+    equals(advantages, "0.829522 -1.382537 0.829522 -1.382537 "
+                       "0.092169 0.829522 -0.645184 0.829522")
+    near(group_advantages(EIGHT) * (7 / 8) ** 0.5, advantages, 1e-6)
+
+
+# RLinf
+def test_rlinf_all_tokens_of_an_answer_have_its_advantage():
+    """RLinf, section 2, line 31, for Scratch's rewards; section 4, line 99: a group of one."""
+    for token in clipped_surrogate(torch.ones(5, 3), group_advantages(FIVE)).T:
+        equals(token, FIVE_ADVANTAGES)
+    with pytest.raises(ValueError):
+        group_advantages(numbers("1"))
+
+
+def test_rlinf_formula_and_setting_average_differently():
+    """RLinf, sections 2 and 3, lines 45 and 78: the losses are the Book's."""
+    equals(average(LOSSES, LOSSES, "grpo"), "2.35")  # the formula
+    equals(average(LOSSES, LOSSES, "dapo"), "2.2")  # "token-mean"
+
+
+def test_rlinf_four_names_of_a_kl():
+    """RLinf, section 3, line 84: here pi_theta is 0.2, and pi_ref is 0.4."""
+    names = "low_var_kl", "kl", "abs", "mse"
+    kl = [kl_estimate(numbers("0.2").log(), numbers("0.4").log(), name) for name in names]
+    equals(kl, "0.306853 -0.693147 0.693147 0.240227")
 
 
 # --- Advantages ---
-@pytest.mark.parametrize("scale, rewards, right", [
+@each("scale, rewards, right", [
     ("group", "1.5 1.5 0.5 0.5", "1 1 -1 -1"), ("none", "0 1 1 2", "-1 0 0 1"),
     ("rloo", "0 1 1 2", "-1.33333333 0 0 1.33333333"),  # 2 - 2/3, the mean of the others
     ("batch", "0 1 1 2", "-1.41421356 0 0 1.41421356"),  # over the std of 0 1 1 2 and 2 2 2 2
-    ("group", "0 1e-9", "-1 1"), ("group", "1 1.0000026", "-1 1"),  # not quite equal
-    # Equal, or to within a millionth, which may be rounding: exactly 0.
+    # These are not quite equal, and float32 would be too coarse for the last.
+    ("group", "0 1e-9", "-1 1"), ("group", "1 1.0000026", "-1 1"),
+    ("group", "1 1.000002 1.000006", "-1.06904497 -0.26726124 1.33630621"),
+    # These are equal, or as good as equal: exactly 0.
     ("group", "1 1.0000004", "0 0"), ("group", "100000001 100000000 100000000", "0 0 0"),
     ("rloo", "0.30000000000000004 0.3 0.3", "0 0 0"),  # 0.1 + 0.2, and 0.3
-    ("group", "0 0 0", "0 0 0"), ("batch", 7 * "-0.7 ", 7 * "0 "),
+    ("group", "-7 -7.000001", "0 0"), ("batch", "0 0 0", "0 0 0"),
 ])
 def test_advantages(scale, rewards, right):
     rewards, right = numbers(rewards), numbers(right)
     groups = torch.stack([rewards, rewards.max().expand_as(rewards)])  # the second is all equal
-    wanted = torch.stack([right, 0 * right])
-    near(group_advantages(groups, scale), wanted, 1e-6 * right.abs().max())  # zeros are exact
+    found = group_advantages(groups, scale)
+    near(found, torch.stack([right, 0 * right]), 1e-6 * right.abs().max())  # zeros are exact
+    assert found.dtype == torch.float32
+    for bad in (math.nan, math.inf):  # it shows, and does not become 0
+        rewards[0] = bad
+        assert not group_advantages(rewards, scale).isfinite().all()
 
 
 # --- k3 and the masked mean: values and gradients ---
-def test_k3_far_apart_nearly_the_same_and_in_the_mean():
+def test_k3_far_apart_and_nearly_the_same():
     x = numbers("1e-6 0.5 99 -30")  # log(pi_theta / pi_ref)
     near(k3_kl(x, 0 * x) / numbers("5e-13 0.10653066 98 1.0686475e13"), 0 * x + 1, 1e-6)
     slopes = gradient(lambda x: k3_kl(x, 0 * x).sum(), x)
     near(slopes / numbers("1e-6 0.39346934 1 -1.0686475e13"), 0 * x + 1, 1e-6)
-    assert k3_kl(*torch.tensor([[3e38, -3e38], [-3e38, 3e38]])).isfinite().all()  # in float32
-    near(POLICY @ k3_kl(POLICY.log(), REFERENCE.log()), exact_kl(POLICY, REFERENCE))  # unbiased
+    far = torch.tensor([1e30, -1e30])  # in float32
+    for found in (k3_kl(far, -far), gradient(lambda x: k3_kl(x, -far).sum(), far)):
+        assert found.isfinite().all()
 
 
 def test_masked_mean():
@@ -229,8 +519,13 @@ def test_masked_mean():
     near([masked_mean(values, mask), average(values, mask)], [4, 10 / 3])  # of 2, 0, 8
     near(masked_mean(mask, mask[0]), 1 / 2)  # one mask for all rows
     near(gradient(lambda x: masked_mean(x, mask), values), mask / 3)
-    # Only what is masked may disappear: to hide more would hide a broken model.
+    # Only what is masked may disappear. To hide more would hide a broken model.
     assert masked_mean(values, torch.ones(3, 3)).isnan()
+
+
+def test_the_overlong_penalty():
+    lengths = numbers("1 12 13 20 23")  # for a limit of 20 tokens and a buffer of 8
+    near(overlong_penalty(lengths, 20, 8), numbers("0 0 -0.125 -1 -1"))
 
 
 # --- The loss, against one slow loss ---
@@ -254,11 +549,10 @@ def slow_loss(row, logprobs, old, ref, advantages, mask):  # row: a variant, and
 
 
 def batch():
-    """Six answers of up to five tokens: log-probs of three policies, advantages, mask."""
-    noise = (t64(range(120)) ** 2).sin().view(4, 6, 5)  # without a pattern, but no chance either
+    """Six completions of up to five tokens: three log-probs, advantages, mask."""
+    noise = (t64(range(120)) ** 2).sin().view(4, 6, 5)  # it has no pattern, and is always the same
     logprobs, old, ref = 0.4 * noise[:3] - 2
-    # One answer is empty, as happens; the article's code divides 0 by 0 there.
-    mask = torch.arange(5) < torch.tensor([[5], [1], [0], [3], [4], [2]])
+    mask = torch.arange(5) < torch.tensor([[5], [1], [0], [3], [4], [2]])  # one is empty
     return logprobs, old, ref, noise[3, :, 0], mask
 
 
@@ -274,70 +568,74 @@ VARIANTS = {  # the settings that are not the defaults
 
 
 def run_loss(row, logprobs, old, ref, *others):
-    ref = None if row[0] == "no KL" else ref  # which does not need it
+    ref = None if row[0] == "no KL" else ref  # it needs none
     leaf = logprobs.clone().requires_grad_()
     loss, metrics = grpo_loss(leaf, old, ref, *others, **VARIANTS[row[0]], loss_type=row[1],
                               max_completion_length=7)
     return loss.detach(), torch.autograd.grad(loss, leaf)[0], metrics
 
 
-@pytest.mark.parametrize(
-    "row", list(itertools.product(VARIANTS, ["grpo", "dapo", "dr_grpo"])), ids=" ".join)
-def test_the_loss_is_the_slow_one_and_dirt_stays_where_it_is(row):
+@each("row", [*itertools.product(VARIANTS, ["grpo", "dapo", "dr_grpo"])], ids=" ".join)
+def test_the_loss_is_the_slow_one_and_padding_has_no_part_in_it(row):
     leaf, *others = batch()
     right = slow_loss(row, leaf.requires_grad_(), *others)
     right_slope = torch.autograd.grad(right, leaf)[0]
-    # To mask the result would keep the loss clean, and leave NaN in the gradient.
-    for dirt in (1.0, math.nan, math.inf):
-        dirty = [x.masked_fill(~MASK, dirt) for x in batch()[:3]]
-        dirty.append(others[2].masked_fill(~MASK.any(dim=1), dirt))
-        loss, slope, metrics = run_loss(row, *dirty, MASK.float())
+    # To mask only the result would leave NaN in the gradient.
+    for padding in (1.0, math.nan, math.inf):
+        padded = [x.masked_fill(~MASK, padding) for x in batch()[:3]]
+        padded.append(others[2].masked_fill(~MASK.any(dim=1), padding))
+        loss, slope, metrics = run_loss(row, *padded, MASK.float())
         near(loss, right.detach())
         near(slope, right_slope)
         assert t64(list(metrics.values())).isfinite().all()
     tensors = [tensor.float() for tensor in batch()]
-    tensors[1][0, 1] -= 1000  # a wild token: e^1000 likelier than under pi_old
+    tensors[1][0, 1] -= 1000  # a wild token: e^1000 times as likely as under pi_old
     before = str(tensors)
     loss, slope, metrics = run_loss(row, *tensors)
-    assert str(tensors) == before  # arguments are left alone
+    assert str(tensors) == before  # the arguments are not changed
     assert t64([loss, *metrics.values()]).isfinite().all() and slope.isfinite().all()
-    near(slope[1:], right_slope[1:], 1e-6)  # no other answer is harmed
+    near(slope[1:], right_slope[1:], 1e-6)  # no other completion is harmed
     assert set(run_loss(row, *tensors[:4], 0 * MASK)[2].values()) == {0.0}  # no token at all
 
 
-@pytest.mark.parametrize("i, shape", list(enumerate([[5], [1, 5], [6, 1], [6, 1], [5]])))
-def test_wrong_shapes_are_refused(i, shape):
-    tensors = list(batch())
-    tensors[i] = torch.zeros(shape)
-    with pytest.raises(ValueError, match="advantages"):
-        grpo_loss(*tensors)
+def test_wrong_shapes_are_refused():
+    wrong = [5 * [ROWS[0]]]
+    for i, shape in enumerate([[5], [1, 5], [6, 1], [6, 1], [5]]):
+        wrong.append(list(batch()))
+        wrong[-1][i] = torch.zeros(shape)
+    for tensors in wrong:
+        with pytest.raises(ValueError, match="advantages"):
+            grpo_loss(*tensors)
 
 
-@pytest.mark.parametrize("said, call", {  # what is said: a call
-    "2 or more": lambda: advantages("1"), "nan": lambda: advantages("1 nan"),
-    "inf": lambda: advantages("1 inf"), "'std'.*rloo": lambda: advantages("1 2", "std"),
-    "'mean'.*dapo": lambda: average(ROWS, MASK, "mean"),
-    "max_completion_length": lambda: average(ROWS, MASK, "dr_grpo"),
-    "ref_logprobs are needed": lambda: grpo_loss(ROWS, ROWS, None, ROWS[:, 0], MASK)}.items())
-def test_impossible_arguments_are_refused(said, call):
+@each("said, function, arguments", [
+    ("two or more", group_advantages, [ROWS[:, :1]]),
+    ("'std'.*rloo", group_advantages, [ROWS, "std"]),
+    ("'k3'.*abs", kl_estimate, [ROWS, ROWS, "k3"]),
+    ("'mean'.*dapo", average, [ROWS, MASK, "mean"]), ("length", average, [ROWS, MASK, "dr_grpo"]),
+    ("ref_logprobs are needed", grpo_loss, [ROWS, ROWS, None, ROWS[:, 0], MASK]),
+    ("'tokens'", lambda level: grpo_loss(*batch(), importance_sampling_level=level),
+     ["tokens"])])
+def test_impossible_arguments_are_refused(said, function, arguments):
     with pytest.raises(ValueError, match=said):
-        call()
+        function(*arguments)
 
 
 # --- The apples that grpo.py prints ---
-PRINTED = """
-rewards       tensor([1.5000, 1.5000, 0.5000, 0.5000])
-advantages    tensor([ 1.,  1., -1., -1.])
-surrogate     tensor([ 1.2000,  1.0000,  0.5000, -1.5000, -0.8000, -1.0000])
-k3            tensor([0.0721, 0.0000, 0.3069, 0.0721, 0.3069, 0.0000])
-loss          tensor(0.2057)
-its gradient  tensor([ 0.0017, -0.1250, -0.1350,  0.3783, -0.0050,  0.1250])
+PRINTED = r"""
+completion        reward  advantage  ratio  surrogate      k3  gradient
+3+2 = \boxed{5}      1.5        1.0    1.5        1.2  0.0721    0.0017
+3+2 = \boxed{5}      1.5        1.0    1.0        1.0  0.0000   -0.1250
+\boxed{5}            1.5        1.0    0.5        0.5  0.3069   -0.1350
+\boxed{6}            0.5       -1.0    1.5       -1.5  0.0721    0.3783
+3-2 = \boxed{1}      0.5       -1.0    0.5       -0.8  0.3069   -0.0050
+3-2 = \boxed{1}      0.5       -1.0    1.0       -1.0  0.0000    0.1250
+loss 0.2057
 """
 
 
 def test_the_apples(capsys):
     apples = runpy.run_path(grpo.__file__, run_name="__main__")
-    torch.set_printoptions(profile="default")
     assert capsys.readouterr().out == PRINTED.lstrip()
     given = [apples[name] for name in "logprobs old_logprobs old_logprobs advantages mask".split()]
     for loss_type, corrected, loss in [
@@ -348,8 +646,8 @@ def test_the_apples(capsys):
         assert metrics == pytest.approx(right, abs=5e-5)
 
 
-# --- In expectation: exact sums over a vocabulary of five, without sampling ---
-# The policies are far apart: close together the two directions of the KL are nearly the same.
+# --- Expected values: exact sums over a vocabulary of five, without sampling ---
+# The policies are far apart. If they are close, both directions of the KL are nearly equal.
 POLICY, OLD, REFERENCE = numbers(
     "0.55 0.25 0.1 0.05 0.05  0.1 0.2 0.4 0.2 0.1  0.03 0.07 0.15 0.3 0.45").view(3, 5)
 
@@ -363,25 +661,26 @@ def exact_kl(p, q):
     "k2": (POLICY, {"kl_penalty_type": "mse"}, lambda p: exact_kl(p, REFERENCE)),
     "k3": (POLICY, {}, lambda p: exact_kl(REFERENCE, p)),
     "k3 x ratio": (OLD, {"use_bias_correction_kl": True}, lambda p: exact_kl(p, REFERENCE))})
-def test_what_the_loss_descends_in_the_mean(drawn_from, settings, kl):
-    """20 answers of one word, each as often as it is drawn from pi_old. Nothing is clipped."""
-    rewards = numbers("0 2 1 5 3")  # of the five words
-    words = torch.arange(5).repeat_interleave((20 * drawn_from).round().long())
+def test_what_the_loss_descends_on_average(drawn_from, settings, kl):
+    """20 completions of one token, each as often as pi_old draws it. Nothing is clipped."""
+    rewards = numbers("0 2 1 5 3")  # of the five tokens
+    tokens = torch.arange(5).repeat_interleave((20 * drawn_from).round().long())
     def loss(logits):
         logprobs = logits.log_softmax(0)
         # pi_old and pi_ref are constants, even if the same graph made them.
         policies = [POLICY, drawn_from, REFERENCE]
-        tensors = [(logprobs + (other / POLICY).log())[words].unsqueeze(1) for other in policies]
-        advantages = (rewards - 7)[words]  # a baseline makes no difference; logprobs < 0: all
-        return grpo_loss(*tensors, advantages, tensors[0] < 0, beta=1, epsilon=99, **settings)[0]
+        tensors = [(logprobs + (other / POLICY).log())[tokens].unsqueeze(1) for other in policies]
+        advantages = (rewards - 7)[tokens]  # a baseline makes no difference
+        mask = torch.ones(20, 1)
+        return grpo_loss(*tensors, advantages, mask, beta=1, epsilon=99, **settings)[0]
     right = gradient(lambda x: kl(x.softmax(0)) - x.softmax(0) @ rewards, POLICY.log())
     near(gradient(loss, POLICY.log()), right)
 
 
 # --- Parity with TRL 1.16: its figures, and where it is installed its own code ---
 def trl_loss(row, logprobs, old, ref, advantages, mask):
-    """GRPOTrainer._compute_loss on a mock trainer: what is not set here is a mock, and true."""
-    trl = pytest.importorskip("trl")  # without it its figures have to do
+    """GRPOTrainer._compute_loss on a mock trainer. What is not set here is a mock: true."""
+    trl = pytest.importorskip("trl")  # without it, its figures have to do
     if not trl.__version__.startswith("1.16."):
         pytest.skip(f"the parity is with TRL 1.16, and this is {trl.__version__}")
     config = grpo.GRPOConfig(**VARIANTS[row[0]], loss_type=row[1], max_completion_length=7)
@@ -401,7 +700,7 @@ def trl_loss(row, logprobs, old, ref, advantages, mask):
         num_items_in_batch=mask.sum()))
 
 
-@pytest.mark.parametrize("row, figures", {  # the loss; sum and length of its gradient
+@each("row, figures", {  # the loss; sum and length of its gradient
     ("the papers", "grpo"): "0.2256250593892 0.115624951016 0.1918599797598",
     ("clip-higher", "dr_grpo"): "0.1038527163405 0.07242620397321 0.07435582204311",
     ("TRL", "dapo"): "0.3110928775499 0.1974924852299 0.2083251191769",
@@ -416,12 +715,13 @@ def test_loss_and_gradient_are_trls(row, figures):
 
 
 # --- Pasted under its imports, this much of grpo.py works in another project ---
-@pytest.mark.parametrize("imports, names, arguments", [  # the last of the functions is called
+@each("imports, names, arguments", [  # the last of the functions is called
     ("re", "extract_boxed read_number rule_reward", [r"\boxed{63}", "63.0"]),
-    ("torch", "group_advantages", [MASK.long()]),
+    ("torch", "group_advantages", [MASK.long()]), ("torch", "masked_mean", [ROWS, MASK]),
+    ("torch", "clipped_surrogate", [ROWS, ROWS[:, 0]]), ("torch", "k3_kl", [ROWS, ROWS]),
     ("torch", "masked_mean average clipped_surrogate k3_kl kl_estimate grpo_loss", batch()),
-    ("torch.nn.functional as F", "read log_probability token_logprobs",
-     [lambda **_: SimpleNamespace(logits=torch.zeros(6, 3, 4)), MASK.long(), MASK.long(), 2])])
+    ("torch.nn.functional as F", "forward log_probability token_logprobs",
+     [lambda **_: Mock(logits=torch.zeros(6, 3, 4)), MASK.long(), MASK.long(), 2])])
 def test_pasted_into_another_project(imports, names, arguments):
     project = {}
     exec(f"import {imports}", project)
@@ -430,7 +730,7 @@ def test_pasted_into_another_project(imports, names, arguments):
     assert str(project[name](*arguments)) == str(getattr(grpo, name)(*arguments))
 
 
-# --- One tiny world: a tokenizer, a model of any family, a handful of questions, a way to train ---
+# --- One tiny world: a tokenizer, a model of any family, a few examples, a way to train ---
 NAN = math.nan
 PAD, END, EOS = 0, 1, 2  # as in Qwen there are two end tokens, and the config knows only one
 VOCABULARY = 48  # more than the tokenizer's words, as in Qwen
@@ -456,7 +756,7 @@ PLAIN = dict(  # settings of a family that has none of its own
 
 
 def tiny_model(family="qwen2", **settings):
-    """Random, with large weights: with the usual small ones all tokens are about equally likely."""
+    """A random model. Its weights are large, so some tokens are likelier than others."""
     plain = {} if family == "gemma3" else PLAIN  # it has them in a config within its config
     config = AutoConfig.for_model(family, **plain | settings)
     with torch.random.fork_rng(devices=[]):
@@ -466,29 +766,39 @@ def tiny_model(family="qwen2", **settings):
     return model.eval()
 
 
-QUESTIONS = [{"prompt": text} for text in ("a", "b c", "c d e", "d", "e f", "f g a", "g")]
+def ending_model(logit, family="qwen2", **settings):
+    """`logit` is added to the logits of the end tokens. At -100 no completion ends."""
+    model = tiny_model(family, **settings)
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY), requires_grad=False)
+    model.lm_head.bias[[END, EOS]] = logit
+    return model
+
+
+def examples_of(*prompts):
+    return [{"prompt": prompt} for prompt in prompts]
+
+
+EXAMPLES = examples_of("a", "b c", "c d e", "d", "e f", "f g a", "g")
 PROMPTS = ["a b c d e f g", "h", "i j k"]
 TINY = dict(steps=6, num_generations=4, prompts_per_step=2, max_completion_length=5,
             learning_rate=0.01, warmup_steps=2, seed=3, beta=0.1)
 
 
 def noisy_reward(prompts, completions, **columns):
-    """Draws from two of the generators that a reward may draw from."""
+    """A reward that draws from two of the generators that a reward may draw from."""
     return [text.count("a") + random.gauss(0, 1) + torch.rand(()).item() for text in completions]
-
-
-def steps_of(model=None, reward=noisy_reward, data=QUESTIONS, folder=None, resume=False, **more):
-    config = GRPOConfig(**TINY | more)
-    return training_steps(model or tiny_model(), TOKENIZER, data, reward, config, folder, resume)
 
 
 def untimed(metrics):  # an absurd time stays, and no run is like another
     return {k: x for k, x in metrics.items() if "_second" not in k or not 0 <= x < 99}
 
 
-def go(stop=None, **run):
-    """The metrics of a tiny training, without its times; with `stop`, of that many steps."""
-    return [untimed(metrics) for metrics, _ in itertools.islice(steps_of(**run), stop)]
+def go(model=None, reward=noisy_reward, data=EXAMPLES, folder=None, resume=False, after=None,
+       **settings):
+    """Train a tiny model. Returns the metrics of all steps, without the times."""
+    config = GRPOConfig(**TINY | settings)
+    history = train(model or tiny_model(), TOKENIZER, data, reward, config, folder, resume, after)
+    return [untimed(metrics) for metrics in history]
 
 
 def weights_of(model):
@@ -497,73 +807,64 @@ def weights_of(model):
 
 # --- The sampler: token by token ---
 def sampled(model, prompts=PROMPTS, G=5, cap=8, temperature=1.0, tokenizer=TOKENIZER, seed=0):
+    """G completions of each prompt, in one list."""
     torch.manual_seed(seed)
-    groups = sample_groups(
-        model, tokenizer, prompts, G, max_completion_length=cap, temperature=temperature)
+    groups = sample_groups(model, tokenizer, examples_of(*prompts), G,
+                           max_completion_length=cap, temperature=temperature)
     assert [len(group) for group in groups] == [G] * len(prompts)
     return sum(groups, [])
 
 
-def slow_distributions(model, answer, temperature=1.0):
-    """log pi of all tokens at each place of one answer: read alone, without padding or cache."""
-    ids = torch.tensor([answer.prompt_ids + answer.ids])
+def slow_distributions(model, completion, temperature=1.0):
+    """log pi of all tokens at each place. The model reads one completion, with no cache."""
+    ids = torch.tensor([completion.prompt_ids + completion.ids])
     logits = model(ids, use_cache=False).logits[0]  # place i says what comes at place i + 1
-    logits = logits[len(answer.prompt_ids) - 1 : -1]
+    logits = logits[len(completion.prompt_ids) - 1 : -1]
     return (logits.double() / temperature).log_softmax(dim=-1)
 
 
-def slow_logprobs(model, answer, temperature=1.0):
-    return slow_distributions(model, answer, temperature)[range(len(answer.ids)), answer.ids]
+def slow_logprobs(model, completion, temperature=1.0):
+    whole = slow_distributions(model, completion, temperature)
+    return whole[range(len(completion.ids)), completion.ids]
 
 
-# Padding of its own, none, or one of the end tokens. GPT-2 has learned positions.
-@pytest.mark.parametrize("family, padding, temperature", [
+# The padding is a token of its own, or none, or an end token. GPT-2 has learned positions.
+@each("family, padding, temperature", [
     ("qwen2", "<pad>", 1.0), ("qwen2", None, 0.7), ("qwen2", "<end>", 1.3), ("gpt2", "<eos>", 1.0)])
-def test_answers_and_their_logprobs(family, padding, temperature):
-    """Wrong masks, positions and temperatures show here, and a cache in the wrong rows."""
+def test_completions_and_their_logprobs(family, padding, temperature):
+    """Wrong masks, positions and temperatures show here, and wrong rows of the cache."""
     model = tiny_model(family, initializer_range=0.25)
     tokenizer = tiny_tokenizer(padding)
-    answers = sampled(model, G=60, tokenizer=tokenizer, temperature=temperature)
-    for i, answer in enumerate(answers):
-        *others, last = answer.ids
-        assert answer.prompt_ids == tokenizer(PROMPTS[i // 60])["input_ids"]
+    completions = sampled(model, G=60, tokenizer=tokenizer, temperature=temperature)
+    for i, completion in enumerate(completions):
+        *others, last = completion.ids
+        assert completion.example == {"prompt": PROMPTS[i // 60]}
+        assert completion.prompt_ids == tokenizer(PROMPTS[i // 60])["input_ids"]
         assert END not in others and EOS not in others
-        assert answer.truncated == (last not in (END, EOS))
-        assert len(answer.ids) == 8 or not answer.truncated
-        assert answer.text == tokenizer.decode(answer.ids, skip_special_tokens=True)
-        near(answer.sampler_logprobs, slow_logprobs(model, answer, temperature), 2e-5)
-    # Both end tokens were drawn, one of them as the last that was allowed, and some answers cut.
-    assert {END, EOS} < {answer.ids[-1] for answer in answers}
-    assert {True, False} == {answer.truncated for answer in answers if len(answer.ids) == 8}
-    for answer in sampled(model, tokenizer=tokenizer, temperature=0):  # always the likeliest
-        whole = slow_distributions(model, answer)
-        assert answer.ids == whole.argmax(dim=1).tolist()
-        near(answer.sampler_logprobs, whole.amax(dim=1), 2e-5)
+        assert completion.truncated == (last not in (END, EOS))
+        assert len(completion.ids) == 8 or not completion.truncated
+        assert completion.text == tokenizer.decode(completion.ids, skip_special_tokens=True)
+        near(completion.sampler_logprobs, slow_logprobs(model, completion, temperature), 2e-5)
+    # Both end tokens were drawn. Some of the longest completions ended, and some were cut.
+    assert {END, EOS} < {completion.ids[-1] for completion in completions}
+    assert {True, False} == {c.truncated for c in completions if len(c.ids) == 8}
+    # At temperature 0 it is always the likeliest token.
+    for completion in sampled(model, tokenizer=tokenizer, temperature=0):
+        whole = slow_distributions(model, completion)
+        assert completion.ids == whole.argmax(dim=1).tolist()
+        near(completion.sampler_logprobs, whole.amax(dim=1), 2e-5)
 
 
 def test_tokens_are_drawn_from_the_softmax_and_from_nothing_else():
-    """And every end token is known: from two configs and the tokenizer."""
+    """Every end token is known: one from each config, and one from the tokenizer."""
     model = tiny_model(initializer_range=0.2, eos_token_id=PAD)
-    # What a checkpoint brings along, and `generate` obeys. Qwen2.5 says 20, 0.8 and 1.1.
+    # `generate` obeys what a checkpoint brings along. Qwen2.5 says 20, 0.8 and 1.1.
     vars(model.generation_config).update(eos_token_id=END, top_k=5, top_p=.8, repetition_penalty=2)
-    answers = sampled(model, ["a"], 20_000, cap=1, temperature=0.7)
-    counts = torch.tensor([answer.ids[0] for answer in answers]).bincount(minlength=VOCABULARY)
-    wanted = 20_000 * slow_distributions(model, answers[0], 0.7)[0].exp()
+    completions = sampled(model, ["a"], 20_000, cap=1, temperature=0.7)
+    counts = torch.tensor([c.ids[0] for c in completions]).bincount(minlength=VOCABULARY)
+    wanted = 20_000 * slow_distributions(model, completions[0], 0.7)[0].exp()
     assert ((counts - wanted).abs() < 4 * wanted.sqrt() + 1).all()
-    assert {PAD, END, EOS} == {answer.ids[0] for answer in answers if not answer.truncated}
-
-
-def test_a_point_on_a_border_belongs_to_the_later_token(monkeypatch):
-    """Probabilities 0, 1/4, 0, 1/4, 1/2, 0: a token of probability 0 is never drawn."""
-    drawn = {0.0: 1, 0.24: 1, 0.25: 3, 0.5: 4, 1 - 2**-53: 4}
-    points = t64([[point] for point in drawn])
-    monkeypatch.setattr(torch, "rand_like", lambda _: points)
-    logits = torch.tensor([0, 1, 0, 1, 2, 0]).log().expand(len(drawn), -1)
-    assert draw_tokens(logits, 1.0).tolist() == list(drawn.values())
-    assert draw_tokens(logits * NAN, 1.0).max() < 6  # still a token
-    # One likely token and 149,999 rare ones, whose borders would be a few numbers in float32.
-    points = t64([[1 - 1e-8 * k] for k in range(5)])  # the patch hands out these now
-    assert len(draw_tokens(23 * torch.eye(1, 150_000).expand(5, -1), 1.0).unique()) == 5
+    assert {PAD, END, EOS} == {c.ids[0] for c in completions if not c.truncated}
 
 
 def test_the_seed_decides_and_chats_go_through_the_template():
@@ -571,13 +872,89 @@ def test_the_seed_decides_and_chats_go_through_the_template():
     talk = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}, *first]
     written = ["user a <end> assistant", "user c <end> assistant d <end> user a <end> assistant"]
     said = []
-    for prompts, seed in (([first, talk], 0), (written, 0), (written, 1)):
-        answers = sampled(tiny_model(), prompts, seed=seed)
-        said.append([answer.prompt_ids + answer.ids for answer in answers])
-    assert said[0] == said[1] != said[2]
+    for prompts, seed in [
+            ([first, talk], 0), (written, 0), ([first, written[1]], 0), (written, 1)]:
+        completions = sampled(tiny_model(), prompts, seed=seed)
+        said.append([completion.prompt_ids + completion.ids for completion in completions])
+    assert said[0] == said[1] == said[2] != said[3]
 
 
-# --- The scorer: values and gradients of every family, against the slow way ---
+def test_each_prompt_is_read_once_and_what_has_ended_no_more():
+    model = tiny_model(initializer_range=0.2)
+    rows = []  # of each call of the model, the logits that it computed
+    model.lm_head.register_forward_hook(lambda _, __, out: rows.append(out[..., 0].numel()))
+    completions = sampled(model, cap=40)
+    lengths = [len(completion.ids) for completion in completions]
+    # Three prompts, and then, for each later token, the completions that have one.
+    assert rows == [3] + [sum(n > t for n in lengths) for t in range(1, max(lengths))]
+    rows.clear()
+    compute_logprobs(model, completions, 1.0)
+    assert rows == [15 * (max(lengths) + 1)]  # none for the tokens of the prompts
+
+
+def test_cudnns_attention_is_off():
+    assert torch.backends.cuda.cudnn_sdp_enabled() is False  # importing grpo.py is enough
+
+
+# --- The reward ---
+@each("contents, texts", {  # the contents of the last box: texts
+    "63": r"$$\boxed{63}$$", "{{a}}{b}": r"\boxed{{{a}}{b}}", r"\{1, 2\}": r"\boxed{\{1, 2\}}",
+    "2": r"\boxed{1} \boxed{2} & \boxed{x = \boxed{2} & \boxed{1 + \boxed{2} + 3}",
+    "5": "\\boxed{\\boxed{5}} & {\\boxed{5} & } } \\boxed{5} & \\boxed{ 5\n}",
+    "\ud800": "\\boxed{\ud800}",
+    # These earn nothing: blank boxes, and none.
+    "": "\\boxed{} & \\boxed{ \n\t } & \\boxed{63} \\boxed{} & \\boxed{\\boxed{}}",
+    None: r" & boxed{63} & \boxed & \boxed{63 & \boxed\{63\} & \boxed{1} \boxed{\frac{2}{3}",
+}.items())
+def test_boxes(contents, texts):
+    for text in texts.split(" & "):
+        assert extract_boxed(text) == contents
+        if not contents:
+            assert rule_reward(text, "") == 0.0  # an empty box does not equal an empty answer
+
+
+@cases("rows", {  # why: box and answer; box and answer
+    "the same number": "63.0 is 63; -0 is 0; .5 is 0.5; 5. is 5; 63.009 is 63; -.5 is -0.50",
+    "padded": "007 is 7; +5 is 5;  63  is 63; 63 is  63\n;  x+1  is x+1; x+1 is  x+1\n",
+    "another number": "50 is not 63; 630 is not 63; -63 is not 63; 5 is not -5; 62.98 is not 63",
+    "0.01": "62.991 is 63; 5.01 is not 5; 4.99 is not 5; 3,000,000.01 is not 3000000",
+    "thousands": "-1,000 is -1000; 1000 is 1,000; 1{,}234{,}567 is 1234567; 1,234.5 is 1234.5",
+    "wrong commas": "8,000 is not 000; 8,000 is not 8; 12,34 is not 1234; 1234,567 is not 1234567",
+    "blanks and signs inside": r"3 4 is not 34; 1$2 is not 12; 1\%2 is not 12; 3 4 is not 3; "
+        "1, 000 is not 1000; 3. 5 is not 3.5; 6 3 is not 63",
+    "units": r"\$18 is $18.00; $63$ is 63; -$5 is -5; $-5 is -5; 12.5\% is 12.5; 50 % is 50",
+    "a sentence ends": "63. is 63; 1,000. is 1000;  $18.  is 18; 50%.  is 50",
+    "equal as strings": r"\frac12 is \frac12; Monday is Monday; , is ,; nan is nan; 1e3 is 1e3",
+    "no number": ", is not 0; . is not 0; - is not 0; $ is not 0; e5 is not 0; 63 is not ; 63 is "
+        "not ,; 63 eggs is not 63; 6.3.0 is not 6.3; --5 is not 5; 60+3 is not 63; 1_000 is not "
+        "1000; 63\x00 is not 63; \\frac12 is not 0.5; 0x3f is not 63; nan is not NaN; 5e3 is not "
+        "5000; 1e999 is not 2e999; inf is not 1e999",
+    "too large for a float": f"1{'0' * 308} is not -1{'0' * 308}; 1{'0' * 309} is not 2{'0' * 309}",
+    "other digits": "\u0666\u0663 is not 63; 63 is not \uff16\uff13; 6\u00b3 is not 63",
+})
+def test_boxes_are_read_as_a_person_would(rows):
+    for case in rows.split("; "):
+        box, answer = re.split(" is not | is ", case)
+        reward = rule_reward(f"The answer is \\boxed{{{box}}}.", answer)
+        assert reward == (0.5 if " is not " in case else 1.5), case
+
+
+@each(
+    "piece", r"\boxed{ \boxed{} \boxed { } \ \{ 9 9, ,000 {,} $ - . 1e9".split() + [". ", *" \n"])
+def test_hostile_text_takes_linear_time(piece):
+    # Linear time is tenths of a second. Small sizes come first: quadratic time fails soon.
+    for size in (10_000, 30_000, 100_000, 300_000):
+        body = piece * (size // len(piece))
+        started = time.process_time()
+        # A digit on either side keeps strip() away from the middle. With an x at the end, a
+        # pattern that nearly matches could try again from every place.
+        for text in (f"1{body}1", f"1{body}x"):
+            rule_reward(f"\\boxed{{{text}}}", "7")
+            rule_reward(r"\boxed{7}", text)
+        assert time.process_time() - started < 3.0
+
+
+# --- Log-probs: values and gradients of every family, against the slow way ---
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 WINDOW = dict(sliding_window=3, layer_types=["sliding_attention", "full_attention"])
 GEMMA = dict(query_pre_attn_scalar=8, **WINDOW)
@@ -598,32 +975,27 @@ FAMILIES = {  # what each has beside the settings that all have
                   attn_layer_period=2, attn_layer_offset=1), "qwen3_5_text": LINEAR}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_are_scored_as_the_slow_way_does(family):
-    """And are sampled and trained: the first loss is 0, its gradient not, and all ratios are 1."""
+@each("family", FAMILIES)
+def test_the_logprobs_of_every_family_are_those_of_the_slow_way(family):
+    """It is also sampled and trained. The first loss is 0, its gradient is not."""
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers does not know {family}")
     model = tiny_model(family, **FAMILIES[family])
-    # Prompts and answers of many lengths, in no order; most share their prompt with others.
+    # Prompts and completions of many lengths, in no order.
     prompts = ["a b c", "d e f g h i j", "k l m n o p q", "r", "s t u v w"]
-    answers = sampled(tiny_model(initializer_range=0.2), prompts, 4)
-    answers = [answers[i] for i in (18, 3, 0, 9, 16, 1, 2, 12, 7)]
-    before, prompt_mask = pad_rows([answer.prompt_ids for answer in answers], "left", "cpu")
-    after, mask = pad_rows([answer.ids for answer in answers], "right", "cpu")
-    ids, both = torch.cat([before, after], dim=1), torch.cat([prompt_mask, mask], dim=1)
+    completions = sampled(ending_model(1.5, initializer_range=0.2), prompts, 4)
+    completions = [completions[i] for i in (18, 3, 0, 9, 16, 1, 2, 12, 7)]
     def gradient_of(logprobs):
         value = (logprobs * torch.linspace(-1, 2, len(logprobs))).sum()  # each has its own weight
         parts = torch.autograd.grad(value, list(model.parameters()), materialize_grads=True)
         return parameters_to_vector(parts)
-    slow = torch.cat([slow_logprobs(model, answer, 0.7) for answer in answers])
+    slow = torch.cat([slow_logprobs(model, completion, 0.7) for completion in completions])
     slow_gradient = gradient_of(slow)
     scale = slow_gradient.abs().max()
-    plain = token_logprobs(model, ids, both, 8, 0.7)
-    for found, real in (score(model, answers, 0.7), (plain, mask)):
-        logprobs = found[real.bool()]
-        near(logprobs, slow, 3e-5)
-        near(gradient_of(logprobs) / scale, slow_gradient / scale, 3e-5)
-    metrics = go(model=model, steps=1, warmup_steps=0)[0]
+    found, mask = compute_logprobs(model, completions, 0.7)
+    near(found[mask.bool()], slow, 3e-5)
+    near(gradient_of(found[mask.bool()]) / scale, slow_gradient / scale, 3e-5)
+    metrics = go(model, steps=1, warmup_steps=0, temperature=0.7)[0]
     for figure in ("loss", "kl", "clip_fraction", "skipped_updates", "sampler_gap"):
         assert metrics[figure] == pytest.approx(0, abs=1e-5)
     assert metrics["ratio_max"] == 1 and metrics["grad_norm"] > 0.01
@@ -632,86 +1004,71 @@ def test_families_are_scored_as_the_slow_way_does(family):
 def test_the_softmax_is_in_float32_whatever_the_model_computes_in():
     """In bfloat16 the softmax of the same logits would be off by some hundredths."""
     model = tiny_model().bfloat16()
-    for answer in sampled(model, ["a b c"], cap=1):
-        near(score(model, [answer], 1.0)[0][0], slow_logprobs(model, answer), 1e-5)
-
-
-def test_each_prompt_is_read_once_and_what_has_ended_no_more():
-    model = tiny_model(initializer_range=0.2)
-    rows = []
-    model.lm_head.register_forward_hook(lambda _, __, out: rows.append(out[..., 0].numel()))
-    answers = sampled(model, cap=40)
-    lengths = [len(answer.ids) for answer in answers]
-    assert rows[:2] == [3, 15] and sum(rows[1:]) <= sum(lengths) + 2 * 15
-    rows.clear()
-    score(model, answers, 1.0)
-    assert rows == [3, 15 * (max(lengths) - 1)]
+    for completion in sampled(model, ["a b c"], cap=1):
+        ids = torch.tensor([completion.prompt_ids + completion.ids])
+        found = token_logprobs(model, ids, torch.ones_like(ids), 1)
+        near(found[0], slow_logprobs(model, completion), 1e-5)
 
 
 # --- The step, against one slow step ---
 def uneven_reward(prompts, completion_ids, **columns):
-    """Made of an answer's ids, to see rewards get mixed up. For a, d and g all earn the same."""
-    return [0.3 if prompt in ("a", "d", "g") else (7 * sum(ids) % 11) / 10
-            for prompt, ids in zip(prompts, completion_ids)]
+    """Rewards that depend on the ids. For the prompts a, d and g only rounding differs."""
+    rewards = []
+    for prompt, ids in zip(prompts, completion_ids):
+        same = 0.1 + 0.2 if sum(ids) % 2 else 0.3
+        rewards.append(same if prompt in ("a", "d", "g") else (7 * sum(ids) % 11) / 10)
+    return rewards
 
 
 def slow_step(model, reference, optimizer, groups, config):
-    """One answer at a time (advantages and KL are tested above). Returns what the log must say."""
-    answers = sum(groups, [])
-    prompts = [answer.example["prompt"] for answer in answers]
-    assert [answer.prompt_ids for answer in answers] == TOKENIZER(prompts)["input_ids"]
-    rewards = t64(uneven_reward(prompts, [answer.ids for answer in answers])).view(len(groups), -1)
+    """Reads one completion at a time, without padding. Returns what the log must say."""
+    completions = sum(groups, [])
+    prompts, ids = zip(*[(c.example["prompt"], c.ids) for c in completions])
+    rewards = t64(uneven_reward(prompts, ids)).view(len(groups), -1)
     advantages = group_advantages(rewards, config.scale_rewards)
-    near([answer.advantage for answer in answers], advantages.flatten())
-    answers.sort(key=lambda answer: -len(answer.ids))  # as update() has them: the same shuffle
-    old = [slow_logprobs(model, answer, config.temperature).detach() for answer in answers]
-    ref = [slow_logprobs(reference, answer, config.temperature).detach() for answer in answers]
-    drawn = torch.cat([answer.sampler_logprobs for answer in answers])
-    log = {
-        "reward_mean": rewards.mean(), "reward_std": rewards.std(correction=0),
-        "zero_variance_fraction": (rewards == rewards[:, :1]).all(dim=1).double().mean(),
-        "entropy": -drawn.mean(), "completion_length": len(drawn) / len(answers),
-        "truncated_fraction": sum(answer.truncated for answer in answers) / len(answers),
-        "loss": 0, "grad_norm": 0, "ratio_max": 0, "kl": 0, "clip_fraction": 0, "sampler_gap": 0}
-    updates, learned = config.num_iterations * config.num_mini_batches, 0  # learned: tokens
+    near([c.advantage for c in completions], advantages.flatten())
+    completions.sort(key=lambda c: -len(c.ids))  # as update() has them, to draw the same order
+    drawn = torch.cat([c.sampler_logprobs for c in completions])
+    log = Counter(
+        reward_mean=rewards.mean(), reward_std=rewards.std(correction=0),
+        zero_variance_fraction=(rewards.std(dim=1) < 1e-9).double().mean(),
+        entropy=-drawn.mean(), completion_length=len(drawn) / len(completions),
+        truncated_fraction=sum(c.truncated for c in completions) / len(completions))
+    settings = {name: vars(config)[name] for name in grpo_loss.__kwdefaults__}
+    def logprobs_of(network):
+        return [slow_logprobs(network, c, config.temperature)[None] for c in completions]
+    with torch.no_grad():
+        old, ref = logprobs_of(model), logprobs_of(reference)
+    updates = config.num_iterations * config.num_mini_batches
+    taught = 0  # tokens
     for _ in range(config.num_iterations):
-        for places in torch.randperm(len(answers)).tensor_split(config.num_mini_batches):
-            kept = [i for i in places
-                    if not (answers[i].truncated and config.mask_truncated_completions)]
-            tokens = sum(len(answers[i].ids) for i in kept)
+        for places in torch.randperm(len(completions)).tensor_split(config.num_mini_batches):
+            tokens = sum(len(completions[i].ids) for i in places)
             loss = torch.zeros(())
-            for i in kept:
-                A = answers[i].advantage
-                if A == 0 and config.beta == 0:
-                    continue  # it counts in the divisors, but has no gradient
-                now = slow_logprobs(model, answers[i], config.temperature)
-                log_ratio = now - old[i]
-                if config.importance_sampling_level == "sequence":
-                    log_ratio = log_ratio.mean().expand_as(now)
-                ratio = log_ratio.exp()
-                bound = 1 + (config.epsilon_high or config.epsilon) if A > 0 else 1 - config.epsilon
-                surrogate = (ratio * A).clamp(max=bound * A)
-                kl = kl_estimate(now, ref[i], config.kl_penalty_type)
-                penalty = kl * ratio if config.use_bias_correction_kl else kl
-                divisor = {"grpo": len(places) * len(now), "dapo": tokens,
-                           "dr_grpo": len(places) * config.max_completion_length}
-                loss = loss + (config.beta * penalty - surrogate).sum() / divisor[config.loss_type]
-                learned += len(now)
-                log["ratio_max"] = max(log["ratio_max"], ratio.max().item())
-                log["kl"] += kl.sum().item() * (config.beta > 0)  # at 0 there is no reference
-                log["clip_fraction"] += (surrogate < ratio * A).sum().item()
-                log["sampler_gap"] += (answers[i].sampler_logprobs - old[i]).abs().sum().item()
+            for i in places:
+                c = completions[i]
+                if c.advantage == 0 and config.beta == 0:
+                    continue  # it counts in the means, but has no gradient
+                now = slow_logprobs(model, c, config.temperature)[None]
+                own, metrics = grpo_loss(now, old[i], ref[i] if config.beta else None,
+                                         t64([c.advantage]), now < 1, **settings)
+                share = len(c.ids) / tokens if config.loss_type == "dapo" else 1 / len(places)
+                loss = loss + share * own
+                taught += len(c.ids)
+                log["ratio_max"] = max(log["ratio_max"], metrics["ratio_max"])
+                log["sampler_gap"] += (c.sampler_logprobs - old[i]).abs().sum()
+                for name in ("kl", "clip_fraction"):
+                    log[name] += metrics[name] * len(c.ids)
             optimizer.zero_grad()
             if loss.requires_grad:  # else nothing moves
                 loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
             optimizer.step()
             log["loss"] += loss.item() / updates
-            log["grad_norm"] += norm.item() / updates
+            log["grad_norm"] += norm / updates
     for name in ("kl", "clip_fraction", "sampler_gap"):
-        log[name] /= max(learned, 1)
+        log[name] /= max(taught, 1)
     return log
-
 
 UPDATE = dict(steps=2, prompts_per_step=3, max_completion_length=6, learning_rate=3e-3,
               warmup_steps=0, temperature=0.8, seed=1, micro_batch_size=5)
@@ -723,33 +1080,33 @@ OPTIONS = {
     "twice": dict(num_iterations=2, learning_rate=5e-3),
     "2x2": dict(num_iterations=2, num_mini_batches=2, learning_rate=5e-3),
     "tight-clip": dict(epsilon=0.02, epsilon_high=0.01), "short-step": {"max_grad_norm": 0.05},
-    "no-cuts": dict(mask_truncated_completions=True, max_completion_length=12),
     "dynamic": dict(dynamic_sampling=20, num_generations=3),
-    # Without KL flat groups are left out, and if there is no other nothing moves.
+    # Without KL, groups of equal rewards are left out. If there is no other, nothing moves.
     "no-kl": {"beta": 0.0}, "one-group": dict(prompts_per_step=1, steps=7)}
 
 
-@pytest.mark.parametrize("name", """grpo, grpo 2x2 one-by-one, dapo one-by-one, grpo in-three no-kl,
-dr_grpo 2x2 one-by-one, dr_grpo no-kl, dapo 2x2 no-kl, grpo no-kl one-group, grpo no-cuts,
-dapo in-three no-kl no-cuts, grpo 2x2 tight-clip, grpo 2x2 short-step, grpo twice k2, grpo dynamic,
-grpo 2x2 batch-std, grpo 2x2 gspo, dapo 2x2 r-times-kl""".replace("\n", " ").split(", "))
+@each("name", """grpo, grpo 2x2 one-by-one, dapo one-by-one, grpo in-three no-kl,
+dr_grpo 2x2 one-by-one, dr_grpo no-kl, dapo 2x2 no-kl, dapo in-three no-kl, grpo no-kl one-group,
+grpo 2x2 tight-clip, grpo 2x2 short-step, grpo twice k2, grpo dynamic, grpo 2x2 batch-std,
+grpo 2x2 gspo, dapo 2x2 r-times-kl""".replace("\n", " ").split(", "))
 def test_steps_are_those_of_the_slow_way(name):
     run = dict(UPDATE)
     for word in name.split():
         run |= OPTIONS[word]
     config = GRPOConfig(**TINY | run)
-    model = tiny_model("llama", initializer_range=0.2)
+    model = ending_model(2.0, "llama", initializer_range=0.2)  # lengths differ
     start = weights_of(model)
     slow_model, reference = copy.deepcopy(model), copy.deepcopy(model)
     optimizer = torch.optim.AdamW(slow_model.parameters(), weight_decay=0.0)
     states = []
     def reward(**columns):
-        states.append(torch.get_rng_state())  # the next to be drawn is the order of the answers
-        # Weights 1 % larger than those that sampled: without that, sampler_gap would be 0.
+        states.append(torch.get_rng_state())  # the next to be drawn is the order of completions
+        # Weights 1 % larger than those that sampled. Without that, sampler_gap would be 0.
         for parameter in [*model.parameters(), *slow_model.parameters()]:
             parameter.data *= 1.01
         return uneven_reward(**columns)
-    for metrics, learner in steps_of(model, reward, **run):
+    def compare(learner):
+        metrics = learner.history[-1]
         torch.set_rng_state(states[-1])
         optimizer.param_groups[0]["lr"] = metrics["learning_rate"]
         wanted = slow_step(slow_model, reference, optimizer, learner.groups, config)
@@ -757,28 +1114,35 @@ def test_steps_are_those_of_the_slow_way(name):
             assert metrics[figure] == pytest.approx(float(value), rel=5e-4, abs=2e-6), figure
         moved = (weights_of(model) - start).norm()
         assert (weights_of(model) - weights_of(slow_model)).norm() <= 1e-3 * moved
-    assert (learner.reference is None) == (config.beta == 0)
-    copy.deepcopy(learner.groups)  # bare numbers: of tensors with a graph there is no copy
+        assert (learner.reference is None) == (config.beta == 0)
+        copy.deepcopy(learner.groups)  # bare numbers: a tensor with a graph cannot be copied
+    assert len(go(model, reward, after=compare, **run)) == config.steps
 
 
-@pytest.mark.parametrize("letters, drawn", [("ad", 8), ("eb", 2), ("deb", 3)])
-def test_dynamic_sampling_asks_no_more_than_it_has_to(letters, drawn):
-    data = [{"prompt": letter} for letter in letters]
-    step = go(reward=uneven_reward, data=data, steps=1, dynamic_sampling=3)[0]
-    assert (step["questions_seen"], step["zero_variance_fraction"]) == (drawn, letters == "ad")
+def nearly_equal_reward(**columns):
+    return [1 + reward / 1e4 for reward in uneven_reward(**columns)]
 
 
-@pytest.mark.parametrize("warmup, parts", [(1, [1, 0.8, 0.6, 0.4, 0.2]), (4, [0.25, 0.5])])
+@each("letters, drawn, reward", [  # what is equal, as for the advantages
+    ("ad", 8, uneven_reward), ("eb", 2, nearly_equal_reward), ("deb", 3, nearly_equal_reward)])
+def test_dynamic_sampling_asks_no_more_than_it_has_to(letters, drawn, reward):
+    step = go(reward=reward, data=examples_of(*letters), steps=1, dynamic_sampling=3)[0]
+    assert (step["examples_seen"], step["zero_variance_fraction"]) == (drawn, letters == "ad")
+
+
+@each("warmup, parts", [(1, [1, 0.8, 0.6, 0.4, 0.2]), (4, [0.25, 0.5])])
 def test_learning_rates(warmup, parts):
-    """No step is made at rate 0, neither the first nor the last."""
+    """No step has the rate 0, neither the first nor the last."""
     history = go(steps=len(parts), warmup_steps=warmup)
     assert [metrics["learning_rate"] / 0.01 for metrics in history] == pytest.approx(parts)
 
 
 def test_there_is_no_dropout():
-    """Nor in the first samples or the reference. The model comes in train mode, and in float64."""
+    """Nor in the samples or the reference. The model comes in train mode, in float64."""
     plain = tiny_model("gpt2", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-    assert go(model=tiny_model("gpt2").double().train(), stop=3) == go(model=plain, stop=3)
+    model = tiny_model("gpt2").double().train()
+    assert go(model, steps=3) == go(plain, steps=3)
+    assert not model.training
 
 
 # --- Precision: bfloat16 over float32 masters, here on the CPU ---
@@ -787,17 +1151,19 @@ def test_masters_take_steps_and_add_up_gradients_that_bfloat16_cannot():
     head = model.lm_head.weight.requires_grad_()  # all others are frozen, to look at this one
     angles = model.model.rotary_emb.inv_freq.clone()  # a buffer, which bfloat16 would spoil
     before = head.detach().clone()
-    steps = steps_of(model, bf16=True, learning_rate=1e-6, max_grad_norm=1e9, micro_batch_size=1)
-    next(steps)
-    added = []
-    head.register_hook(added.append)
-    *_, (metrics, learner) = steps
-    [after] = learner.masters
+    learners, added = [], []
+    def watch(learner):
+        learners.append(learner)
+        if len(learners) == 1:  # now it is in bfloat16
+            head.register_hook(added.append)
+    metrics = go(model, after=watch, bf16=True, learning_rate=1e-6, max_grad_norm=1e9,
+                 micro_batch_size=1)[-1]
+    [after] = learners[-1].masters
     assert torch.equal(head, after.bfloat16())
     assert 10 * (head != before.bfloat16()).sum() < (after != before).sum()  # bfloat16 sees few
-    total = torch.stack(added[-8:]).float().sum(dim=0)  # of the last step's 8 answers
+    total = torch.stack(added[-8:]).float().sum(dim=0)  # of the last step's 8 completions
     assert metrics["grad_norm"] == pytest.approx(total.norm().item(), rel=1e-6)
-    for network in (model, learner.reference):
+    for network in (model, learners[-1].reference):
         assert torch.equal(network.model.rotary_emb.inv_freq, angles)
         assert {parameter.dtype for parameter in network.parameters()} == {torch.bfloat16}
     assert metrics["sampler_gap"] < 0.1
@@ -807,7 +1173,7 @@ def test_masters_take_steps_and_add_up_gradients_that_bfloat16_cannot():
 FITS = "a " * 59  # with a cap of 5 tokens it just fills the context of 64
 
 
-@pytest.mark.parametrize("value, names", {  # a value, and settings that it is impossible for
+@each("value, names", {  # a value, and settings that it is impossible for
     1: "num_generations",
     0: "prompts_per_step max_completion_length temperature steps num_iterations num_mini_batches "
        "max_grad_norm micro_batch_size",
@@ -815,45 +1181,39 @@ FITS = "a " * 59  # with a cap of 5 tokens it just fills the context of 64
     "none of these": "loss_type scale_rewards kl_penalty_type importance_sampling_level"}.items())
 def test_impossible_settings_are_refused(value, names):
     for name in names.split():
-        for impossible in (value, NAN, math.inf):
+        for impossible in (value, -1, NAN, math.inf):
             with pytest.raises(ValueError, match=f"{name} .*{impossible!r}"):
                 GRPOConfig(**{name: impossible})
 
 
-def rewarded(rewards):
-    go(reward=lambda **_: rewards)
-
-
-def asked_after_one_that_fits(prompt, family="qwen2"):
-    model = tiny_model(family, **FAMILIES[family])
-    go(model=model, data=[{"prompt": FITS}, {"prompt": prompt}])
-
-
-@pytest.mark.parametrize("words, call", {  # words of the error: a call
-    "0, 8, 1": lambda: sampled(tiny_model(), G=0), "5, 0, 1": lambda: sampled(tiny_model(), cap=0),
-    "5, 8, nan": lambda: sampled(tiny_model(), temperature=NAN),
-    "5, 8, inf": lambda: sampled(tiny_model(), temperature=math.inf),
-    "got .]": lambda: sampled(tiny_model(), []), "got 'a b'": lambda: sampled(tiny_model(), "a b"),
-    "'' has no tokens": lambda: sampled(tiny_model(), ["a", ""]),
-    "prompt 1 has 60 .* room for 59": lambda: asked_after_one_that_fits(FITS + "a"),
-    "prompt 1 has 61 .* room for 59": lambda: asked_after_one_that_fits(FITS + "a a", "gemma3"),
-    "no answer could end": lambda: end_token_ids(Mock(generation_config=None, config=None), None),
-    "batches is 9": lambda: go(num_mini_batches=9), "data set is empty": lambda: go(data=[]),
-    "row 1 has the columns": lambda: go(data=[{"prompt": "a", "answer": "b"}, {"prompt": "a"}]),
-    "needs the output_dir": lambda: go(resume=True),
-    "int32.*quantiz": lambda: go(model=tiny_model().requires_grad_(False).type(torch.int32)),
-    "float8.*quantiz": lambda: go(model=tiny_model().type(torch.float8_e4m3fn)),
-    "returned 7 ": lambda: rewarded([1] * 7), "returned 9 ": lambda: rewarded([1] * 9),
-    "returned nan": lambda: rewarded([NAN] * 8), "returned inf": lambda: rewarded([math.inf] * 8),
-}.items())
-def test_impossible_models_prompts_and_rewards_are_refused(words, call):
+@each("words, call, options", [  # words of the error
+    ("temperature", sampled, {"G": 0}), ("temperature", sampled, {"cap": 0}),
+    *[("temperature", sampled, {"temperature": wrong}) for wrong in (-1, NAN, math.inf)],
+    ("'' has no tokens", sampled, {"prompts": ["a", ""]}),
+    ("prompt of 60 .* 5 .* 64", sampled, {"prompts": ["a", FITS + "a"], "cap": 5}),
+    ("prompt of 61 .* 5 .* 64", sampled, {
+        "model": tiny_model("gemma3", **FAMILIES["gemma3"]), "prompts": [FITS + "a a"], "cap": 5}),
+    ("completion could end", end_token_ids, {
+        "model": Mock(generation_config=None, config=None), "tokenizer": None}),
+    ("mini.*9.* 8", go, {"num_mini_batches": 9}), ("data set is empty", go, {"data": []}),
+    ("needs the output_dir", go, {"resume": True}),
+    ("float8.*quantiz", go, {"model": tiny_model().type(torch.float8_e4m3fn)}),
+    ("int32.*quantiz", go, {"model": tiny_model().requires_grad_(False).type(torch.int32)}),
+    *[(f"returned {said} ", go, {"reward": Mock(return_value=rewards)}) for said, rewards in [
+        (7, [1] * 7), (9, [1] * 9), (NAN, [NAN] * 8), (math.inf, [math.inf] * 8)]]])
+def test_impossible_models_prompts_and_rewards_are_refused(words, call, options):
     with pytest.raises(ValueError, match=words):
-        call()
+        call(**{"model": tiny_model()} | options)
 
 
-# --- The night: whatever ends a run, resumed it ends as if nothing had happened ---
+def test_what_just_fits_is_not_refused():
+    assert len(sampled(tiny_model(), [FITS], cap=5)) == 5
+    go(ending_model(2.0), num_mini_batches=8, steps=1)  # as many as completions
+
+
+# --- Interruptions: a run that was resumed ends as if nothing had happened ---
 RUNS = {
-    "plain": {"seed": np.int64(5000)},  # a number that a checkpoint may not hold
+    "plain": {"seed": 5000},
     "dynamic, several updates, in bfloat16": {  # many groups are equal, and are replaced
         "reward": lambda **given: [float(reward > 1) for reward in noisy_reward(**given)],
         "dynamic_sampling": 2, "num_iterations": 2, "num_mini_batches": 2, "beta": 0, "bf16": True},
@@ -861,87 +1221,107 @@ RUNS = {
 
 
 def log_of(folder):
-    """The lines of metrics.jsonl. Each must be whole, without NaN or inf, which JSON has not."""
+    """The lines of metrics.jsonl. Each must be whole. JSON has neither NaN nor inf."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
 
-def night(folder, reward=noisy_reward, **settings):
-    """A run to its end, from the checkpoint in the folder if there is one: history and weights."""
+def finish(folder, **run):
+    """A run to its end, resumed if there is a checkpoint: its history and its weights."""
     model = tiny_model()
-    config = GRPOConfig(**TINY | {"steps": 5, "save_steps": 2} | settings)
-    history = train(model, TOKENIZER, QUESTIONS, reward, config, folder, resume=True)
-    assert history == log_of(folder)
-    assert torch.load(folder / "checkpoint.pt", weights_only=True)["history"] == history
-    return [untimed(metrics) for metrics in history], weights_of(model).tolist()
+    history = go(model, folder=folder, resume=True, **{"steps": 5, "save_steps": 2} | run)
+    assert history == [untimed(metrics) for metrics in log_of(folder)]
+    return history, weights_of(model).tolist()
+
+
+def contents(folder):
+    return {path: path.is_file() and path.read_bytes() for path in Path(folder).rglob("*")}
+
+
+def saved_steps(folder):
+    """The number of steps in the checkpoint; 0 without one."""
+    path = folder / "checkpoint.pt"
+    return len(torch.load(path, weights_only=True)["history"]) if path.exists() else 0
+
+
+def fails_at(fatal, function, failure):
+    """`function`, but its call number `fatal` and all later ones are calls of `failure`."""
+    calls = itertools.count(1)
+    return lambda *args, **more: (function if next(calls) < fatal else failure)(*args, **more)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    return {name: night(tmp_path_factory.mktemp("whole"), **run) for name, run in RUNS.items()}
+    return {name: finish(tmp_path_factory.mktemp("whole"), **run) for name, run in RUNS.items()}
 
 
-@pytest.mark.parametrize("name", RUNS)
-# Where the process is killed; in which call of it, from 1; which argument is the file left torn.
+@each("name", RUNS)
+# Where the process is killed, in which call, and which argument is the file left torn.
 @cases("place, fatal, torn", {
     "after step 1": ((grpo, "set_seed"), 2, None), "after step 3": ((grpo, "set_seed"), 4, None),
     "in the reward of a later step": ((random, "gauss"), 28, None),
     "while writing metrics 4": ((Path, "write_text"), 4, 0),
     "while writing the second checkpoint": ((torch, "save"), 2, 1),
-    "before the last checkpoint is renamed": ((Path, "replace"), 8, None),
-})
-def test_a_killed_run_goes_on(name, place, fatal, torn, whole, tmp_path, monkeypatch):
-    function = getattr(*place)
-    calls = itertools.count(1)
-
-    def killed(*args, **kwargs):
-        if next(calls) < fatal:
-            return function(*args, **kwargs)
+    "before the last checkpoint is renamed": ((Path, "replace"), 3, None)})
+def test_a_killed_run_goes_on(name, place, fatal, torn, whole, tmp_path, monkeypatch, capsys):
+    def leave_it_torn(*args):
         if torn is not None:
             args[torn].write_bytes(b'{"step": 4, "lo')
         raise SystemExit  # as with a SIGKILL, no `except Exception` sees it
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(*place, killed)
-        night(tmp_path, **RUNS[name])
-    logged = [untimed(metrics) for metrics in log_of(tmp_path)]
-    assert logged == whole[name][0][: len(logged)]
-    assert night(tmp_path, **RUNS[name]) == whole[name]
+        patch.setattr(*place, fails_at(fatal, getattr(*place), leave_it_torn))
+        finish(tmp_path, **RUNS[name])
+    saved = saved_steps(tmp_path)
+    assert finish(tmp_path, **RUNS[name]) == whole[name]
+    assert re.findall("going on after step (.*)", capsys.readouterr().out) == [str(saved)][:saved]
+    assert saved_steps(tmp_path) == 5
 
 
-@pytest.mark.parametrize("save_steps, steps", [(2, [2, 4, 5]), (0, [])])
-def test_what_a_step_leaves_is_there_before_it_yields(save_steps, steps, tmp_path):
-    checkpoint = tmp_path / "checkpoint.pt"
+@each("save_steps, steps", [(2, [2, 4, 5]), (0, [])])
+def test_what_a_step_leaves_is_there_when_after_step_is_called(save_steps, steps, tmp_path):
     saved = []
-    for metrics, _ in steps_of(folder=tmp_path, steps=5, save_steps=save_steps):
-        assert log_of(tmp_path)[-1] == metrics
-        if checkpoint.exists():
-            saved.append(metrics["step"])
-            checkpoint.unlink()
+    def look(learner):
+        assert log_of(tmp_path) == learner.history
+        if saved_steps(tmp_path):
+            saved.append(saved_steps(tmp_path))
+            (tmp_path / "checkpoint.pt").unlink()
+    history = go(folder=tmp_path, steps=5, save_steps=save_steps, after=look)
+    assert [metrics["step"] for metrics in history] == [1, 2, 3, 4, 5]
     assert saved == steps
     with pytest.raises(ValueError, match="holds a run: resume it"):  # its log is enough
         go(folder=tmp_path)
 
 
-def test_the_same_run_goes_on_or_none(tmp_path):
-    go(stop=3, folder=tmp_path, steps=5, save_steps=2)
-    for name, value in [("steps", 6), ("seed", 4), ("beta", 0.2)]:
-        with pytest.raises(ValueError, match=f"another run: there {name} is .*, here {value}"):
-            night(tmp_path, **{name: value})
-    finished = night(tmp_path, save_steps=1, micro_batch_size=3)  # these may change
-    assert night(tmp_path) == finished  # it is finished, and says again what it was
+def test_a_run_may_get_more_steps_but_no_other_settings(tmp_path):
+    finished = finish(tmp_path)
+    files = contents(tmp_path)
+    for name, value in {"seed": 4, "epsilon_high": 0.3, "loss_type": "dapo"}.items():
+        model = tiny_model()
+        with pytest.raises(ValueError, match=f"another run: {name} is .* there, {value} here"):
+            go(model, folder=tmp_path, resume=True, **{name: value})
+        # Nothing was written or loaded.
+        assert contents(tmp_path) == files
+        assert torch.equal(weights_of(model), weights_of(tiny_model()))
+    # These three may change. The run has no step to go, and returns what it was.
+    assert finish(tmp_path, steps=4, save_steps=1, micro_batch_size=3) == finished
+    longer, _ = finish(tmp_path, steps=8)
+    assert longer[:5] == finished[0]
+    rates = [metrics["learning_rate"] / 0.01 for metrics in longer[5:]]
+    assert rates == pytest.approx([3 / 7, 2 / 7, 1 / 7])  # those of a run of 8 steps
+    assert saved_steps(tmp_path) == 8
+
+
+def test_numbers_of_numpy_are_settings_like_any_other(tmp_path):
+    """They are no Python numbers, so a file that holds them could not be read again."""
+    numpys = {name: np.array(value)[()] for name, value in TINY.items()}
+    first = finish(tmp_path, **numpys)
+    assert finish(tmp_path, **TINY) == first
+    assert finish(tmp_path / "other", **TINY) == first
 
 
 # --- Too little memory: half as much at once ---
-def ending_model(logit):
-    """The end tokens' logits are raised by `logit`: at -100 no answer ends."""
-    model = tiny_model()
-    model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY), requires_grad=False)
-    model.lm_head.bias[[END, EOS]] = logit
-    return model
-
-
-def small_card(function, place, most):
-    """`function`, where more than `most` items in this place of its arguments are too many."""
+def small_memory(function, place, most):
+    """`function`, but memory runs out if its argument has more than `most` items."""
     def tried(*args, **kwargs):
         if len(args[place]) > most:
             raise torch.OutOfMemoryError
@@ -949,116 +1329,122 @@ def small_card(function, place, most):
     return tried
 
 
-@pytest.mark.parametrize("place, settings", {
-    "pi_ref": {}, "pi_old": {"beta": 0, "num_iterations": 2}, "the update": {"beta": 0},
-    "its backward pass": {"beta": 0}}.items())
-def test_out_of_memory_does_the_same_in_smaller_parts(place, settings, monkeypatch, capsys):
-    run = {"prompts_per_step": 3, "steps": 2} | settings
-    enough, model = tiny_model(), tiny_model()
-    wanted = go(model=enough, micro_batch_size=3, **run)
+@cases("settings, most, fatal, said, passes", {
+    # Memory runs out where more than three log-probs are computed, twelve at first.
+    "pi_ref": ({}, 3, (), "6 3", 8), "the update": ({"beta": 0}, 3, (), "6 3", 8),
+    "pi_old": ({"beta": 0, "num_iterations": 2}, 3, (), "6 3", 16),
+    # It runs out at the end of a backward pass. Only that part is done again.
+    "the second part": ({}, 99, (1, 3), "6 3", 5 + 4),
+    "a short last part": ({"micro_batch_size": 5}, 99, (3,), "2", 4 + 6)})
+def test_out_of_memory_does_the_same_in_smaller_parts(settings, most, fatal, said, passes,
+                                                      monkeypatch, capsys):
+    run = {"prompts_per_step": 3, "steps": 2, "micro_batch_size": 12} | settings
+    enough, model = ending_model(2.0, "llama"), ending_model(2.0, "llama")
+    wanted = go(enough, **run)
     calls = itertools.count(1)
-
-    def last(gradient):
-        """The embedding's gradient comes last. The second time one micro-batch is done already."""
-        if next(calls) in (1, 3):
+    def last(gradient):  # that of the embedding is the last
+        if next(calls) in fatal:
             raise torch.OutOfMemoryError
-    if place == "its backward pass":
-        model.get_input_embeddings().weight.register_post_accumulate_grad_hook(last)
-    else:
-        monkeypatch.setattr(grpo, "score", small_card(score, 1, 3))
-    assert go(model=model, micro_batch_size=12, **run) == wanted
-    said = re.findall("from here on (.*) at once", capsys.readouterr().out)
-    assert said == ["6 answers", "3 answers"]  # not in every step: it is remembered
-    assert torch.equal(weights_of(model), weights_of(enough))
+    model.get_input_embeddings().weight.register_post_accumulate_grad_hook(last)
+    monkeypatch.setattr(grpo, "compute_logprobs", small_memory(compute_logprobs, 1, most))
+    for step, right in zip(go(model, **run), wanted, strict=True):
+        assert step == pytest.approx(right, rel=1e-4, abs=1e-5)
+    near(weights_of(model), weights_of(enough), 1e-4)
+    assert next(calls) == passes + 1
+    # It is said once and remembered, not found out in every step.
+    assert re.findall("from here on (.*) completions", capsys.readouterr().out) == said.split()
 
 
-def asked(**run):
-    return [answers[0].example["prompt"] for _, step in steps_of(**run) for answers in step.groups]
+def sampled_prompts(**run):
+    """The prompts of all groups of a run, in their order."""
+    prompts = []
+    go(after=lambda learner: prompts.extend(g[0].example["prompt"] for g in learner.groups), **run)
+    return prompts
 
 
-def test_out_of_memory_in_sampling_asks_fewer_questions_at_once(monkeypatch, capsys):
+def test_out_of_memory_in_sampling_takes_fewer_prompts_at_once(monkeypatch, capsys):
     run = {"prompts_per_step": 7, "steps": 2}
-    wanted = asked(**run)
-    monkeypatch.setattr(grpo, "sample_groups", small_card(sample_groups, 2, 1))
-    assert asked(**run) == wanted
-    assert capsys.readouterr().out.count("at once") == 2  # 3 questions, then 1
-    monkeypatch.setattr(grpo, "sample_groups", small_card(sample_groups, 2, 0))
+    wanted = sampled_prompts(**run)
+    monkeypatch.setattr(grpo, "sample_groups", small_memory(sample_groups, 2, 1))
+    assert sampled_prompts(**run) == wanted
+    assert re.findall("from here on (.*) prompts", capsys.readouterr().out) == ["3", "1"]
+    monkeypatch.setattr(grpo, "sample_groups", small_memory(sample_groups, 2, 0))
     with pytest.raises(torch.OutOfMemoryError):
         go()
 
 
 # --- Gradients that are not finite, and none at all ---
-def test_only_three_failed_steps_in_a_row_end_a_run(tmp_path, monkeypatch, capsys):
-    # By what each update's gradient is multiplied. Of 1e25 the square, and so the length, is inf.
-    factors = iter([1, 1, NAN, 1e25, 1e25, NAN, 1, NAN, NAN, NAN, 1e25, 1e25, NAN, NAN])
-
+def test_updates_that_are_not_finite_are_skipped(tmp_path, monkeypatch, capsys):
+    # Factors for the gradients of the updates. The square of 1e25, and so the norm, is inf.
+    factors = iter([1, 1, NAN, 1e25, 1e25, NAN, NAN, 1, 1, NAN, 1, 1])
     def broken_loss(*args, **kwargs):
         loss, metrics = grpo_loss(*args, **kwargs)
-        return loss * next(factors), metrics
+        factor = next(factors)
+        return loss * factor, {name: value * factor for name, value in metrics.items()}
     model = tiny_model()
     weights = [weights_of(model)]
-    steps = steps_of(model, folder=tmp_path, num_iterations=2, steps=8)
     monkeypatch.setattr(grpo, "grpo_loss", broken_loss)
-    with pytest.raises(FloatingPointError, match="three steps in a row"):
-        for _ in steps:
-            weights.append(weights_of(model))
-    skipped = [metrics["skipped_updates"] for metrics in log_of(tmp_path)]
-    assert skipped == [0, 2, 2, 1, 2, 2]
-    for count, before, after in zip(skipped, weights, weights[1:]):
-        assert torch.equal(before, after) == (count == 2)
-    assert torch.equal(weights_of(model), weights[-1])
-    assert capsys.readouterr().out.count("update skipped") == 11
+    go(model, folder=tmp_path, num_iterations=2, after=lambda _: weights.append(weights_of(model)))
+    log = log_of(tmp_path)  # without NaN
+    assert [metrics["skipped_updates"] for metrics in log] == [0, 2, 2, 1, 1, 0]
+    for metrics, before, after in zip(log, weights, weights[1:]):
+        assert torch.equal(before, after) == (metrics["skipped_updates"] == 2)
+    assert capsys.readouterr().out.count("update skipped") == 6
 
 
-@cases("settings", {
-    "equal": {"beta": 0, "reward": lambda completion_ids, **_: list(map(len, completion_ids))},
-    "left out": {"mask_truncated_completions": True}})
-def test_nothing_moves_where_no_answer_teaches(settings, tmp_path):
-    """Not even by Adam's momentum. After the first step all answers are cut, and equally long."""
+def test_a_broken_model_ends_the_run_in_the_sampler():
+    with pytest.raises(RuntimeError, match="nan"):
+        go(ending_model(NAN))
+
+
+def test_nothing_moves_where_no_completion_teaches(tmp_path):
+    """Adam's momentum moves nothing either. The reward is the length. After step 1 no
+    completion ends, so all rewards are equal."""
     model = ending_model(2.0)
-    before = weights_of(model.model)
-    moved = []
-    for _ in steps_of(model, folder=tmp_path, steps=3, **settings):
-        after = weights_of(model.model)
-        moved.append(not torch.equal(before, after))
-        before = after
+    weights = [weights_of(model.model)]
+    def look(learner):
+        weights.append(weights_of(model.model))
         model.lm_head.bias[[END, EOS]] = -100.0
-    assert moved == [True, False, False]
+    go(model, lambda completion_ids, **_: list(map(len, completion_ids)), folder=tmp_path,
+       after=look, steps=3, beta=0)
+    assert [torch.equal(*pair) for pair in zip(weights, weights[1:])] == [False, True, True]
     nothing = dict.fromkeys(["loss", "grad_norm", "kl", "sampler_gap", "skipped_updates"], 0)
     for metrics in log_of(tmp_path)[1:]:
         assert metrics == metrics | nothing  # these figures are 0
 
 
 # --- The reward's contract, data, seeds, edges ---
-@pytest.mark.parametrize("chats", [False, True])
+@each("chats", [(), (0, 1, 2), (1,)])
 def test_a_reward_function_is_called_as_trl_calls_one(chats):
-    def say(role, text):
-        return [{"role": role, "content": text}] if chats else text
-    data = [{"prompt": say("user", "a b c"[:end]), "end": end} for end in (1, 3, 5)]
+    """The prompts are strings, or chats, or some of each."""
+    def say(role, text, row):
+        return [{"role": role, "content": text}] if row in chats else text
+    data = [{"prompt": say("user", "a b c"[:2 * i + 1], i), "row": i} for i in range(3)]
     reward = Mock(return_value=list(range(12)))
-    [(_, learner)] = steps_of(ending_model(1.0), reward, data, steps=1, prompts_per_step=3)
+    learners = []
+    go(ending_model(1.0), reward, data, after=learners.append, steps=1, prompts_per_step=3)
     given = reward.call_args.kwargs
-    asked = given["end"]
-    assert asked == sorted([1, 3, 5] * 4, key=asked.index)  # each question 4 times in a row
-    answers = sum(learner.groups, [])
-    assert given == {"prompts": [say("user", "a b c"[:end]) for end in asked], "end": asked,
-                     "completions": [say("assistant", answer.text) for answer in answers],
-                     "completion_ids": [answer.ids for answer in answers]}
-    assert [answer.reward for answer in answers] == list(range(12))
+    rows = given["row"]
+    assert rows == sorted(4 * [0, 1, 2], key=rows.index)  # each prompt 4 times in a row
+    completions = sum(learners[0].groups, [])
+    texts = [say("assistant", c.text, i) for c, i in zip(completions, rows)]
+    assert given == {"prompts": [data[i]["prompt"] for i in rows], "row": rows,
+                     "completions": texts, "completion_ids": [c.ids for c in completions]}
+    assert [c.reward for c in completions] == list(range(12))
 
 
-def test_every_question_once_an_epoch_in_an_order_that_is_the_seeds():
-    order = asked(prompts_per_step=7, steps=3)
+def test_every_example_once_an_epoch_in_an_order_that_is_the_seeds():
+    order = sampled_prompts(prompts_per_step=7, steps=3)
     epochs = [order[:7], order[7:14], order[14:]]
     for epoch in epochs:
-        assert sorted(epoch) == [question["prompt"] for question in QUESTIONS]
+        assert sorted(epoch) == [example["prompt"] for example in EXAMPLES]
     assert epochs[0] != epochs[1] != epochs[2]
-    assert asked(prompts_per_step=9, steps=2) == order[:18]  # more than there are
-    assert asked(prompts_per_step=7, steps=1, seed=4) not in epochs
+    assert sampled_prompts(prompts_per_step=9, steps=2) == order[:18]  # more than there are
+    assert sampled_prompts(prompts_per_step=7, steps=1, seed=4) not in epochs
 
 
 def test_every_step_of_every_seed_draws_afresh_and_nothing_else_decides():
-    drawn, one = set(), QUESTIONS[:1]
+    drawn, one = set(), EXAMPLES[:1]
     for seed, data in ((0, one), (1, one), (1, datasets.Dataset.from_list(one))):
         for metrics in go(data=data, steps=3, seed=seed, learning_rate=0):
             drawn.add((metrics["reward_mean"], metrics["entropy"]))
@@ -1066,48 +1452,59 @@ def test_every_step_of_every_seed_draws_afresh_and_nothing_else_decides():
     assert len(drawn) == 6  # two seeds, three steps
 
 
-@pytest.mark.parametrize("order, least, most", [
-    (list, 3, 5), (lambda rewards: random.sample(rewards, len(rewards)), 0, 1)])
-def test_a_model_learns_what_is_rewarded_and_else_nothing(order, least, most):
+@each("shuffled", [False, True])
+def test_a_model_learns_what_is_rewarded_and_else_nothing(shuffled):
     def reward(completions, **columns):
-        return order([text.split().count("a") for text in completions])
+        rewards = [text.split().count("a") for text in completions]
+        return random.sample(rewards, len(rewards)) if shuffled else rewards
     for bf16 in (False, True):
         history = go(reward=reward, beta=0, num_generations=16, steps=25, bf16=bf16)
-        assert least <= history[-1]["reward_mean"] <= most
+        mean = sum(metrics["reward_mean"] for metrics in history[-5:]) / 5
+        assert mean < 1 if shuffled else mean > 2.5  # at first it is 0.1
 
 
-@cases("logit, run, wanted", {  # the end tokens' logits are raised by this; run; metrics
-    "a broken model": (NAN, {"steps": 2}, {"entropy": 0, "skipped_updates": 1}),
+@cases("logit, run, wanted", {  # it is added to the end tokens' logits; run; metrics
     "logits of minus infinity": (-math.inf, {}, {"truncated_fraction": 1}),
     "the smallest": (0.0, dict(num_generations=2, prompts_per_step=1, max_completion_length=1,
-                               num_mini_batches=2, data=QUESTIONS[:1]), {"completion_length": 1})})
+                               num_mini_batches=2, data=EXAMPLES[:1]), {"completion_length": 1})})
 def test_steps_at_the_edge(logit, run, wanted, tmp_path):
     figures = """step loss reward_mean reward_std kl clip_fraction ratio_max entropy grad_norm
         learning_rate completion_length truncated_fraction zero_variance_fraction sampler_gap
-        sample_seconds score_seconds update_seconds skipped_updates questions_seen""".split()
-    go(model=ending_model(logit), folder=tmp_path, **run)
+        sample_seconds update_seconds skipped_updates examples_seen""".split()
+    go(ending_model(logit), folder=tmp_path, **run)
     for metrics in log_of(tmp_path):
         assert metrics == metrics | {"skipped_updates": 0} | wanted
         assert set(metrics) >= set(figures)
 
 
+def test_the_real_call_in_the_docstring_of_train_runs(monkeypatch):
+    """Here with a small model, a small tokenizer, and fewer steps."""
+    [code] = re.findall(r"\n((?: {8}.*\n)+)", train.__doc__)
+    card = Mock(to=lambda device: tiny_model())
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: card)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: TOKENIZER)
+    written = globals() | {"train": Mock(wraps=train), "GRPOConfig": lambda **_: GRPOConfig(**TINY)}
+    exec(textwrap.dedent(code), written)
+    _, _, data, reward, _ = written["train"].call_args.args
+    right = [data[3]["answer"]] * 3
+    assert reward(completions=["{6}", "{7}", "6"], answer=right) == [1.5, 0.5, 0.0]
+
+
 # --- The demo: evaluation and data ---
-def echo(model, tokenizer, prompts, *rest, **options):
-    """Each question is its own answer, on a card that has room for three."""
-    if len(prompts) > 3:
-        raise torch.OutOfMemoryError
-    return [[SimpleNamespace(text=prompt)] for prompt in prompts]
+def echo(model, tokenizer, examples, *rest, **options):
+    """Each prompt is its own completion."""
+    return [[Mock(text=example["prompt"])] for example in examples]
 
 
 def test_an_evaluation_counts_the_last_box_and_leniently_the_last_number(monkeypatch):
-    monkeypatch.setattr(gsm8k_demo, "sample_groups", echo)
+    monkeypatch.setattr(gsm8k_demo, "sample_groups", small_memory(echo, 2, 3))
     texts = [r"\boxed{7}, so \boxed{1,000}",  # right
              "it is 1,000.", "7 dollars, or $1000.", "5-1000",  # right, but not in a box
              r"\boxed{7}, or 1000", "-1000", "1000 of 7", "no idea", "", r"\boxed{}"]
     data = [{"prompt": text, "answer": "1000"} for text in texts]
-    found = gsm8k_demo.evaluate(None, None, data, sampled=True)
-    shares = [found[f"{name}accuracy"] for name in ("", "sampled_", "lenient_")]
-    near(shares + found["interval"], [0.1, 0.1, 0.4, 0.0179, 0.4042], 1e-4)
+    found = gsm8k_demo.evaluate(None, None, data, 9)
+    figures = [found[name] for name in ("questions", "accuracy", "lenient_accuracy")]
+    near(figures + found["interval"], [10, 0.1, 0.4, 0.0179, 0.4042], 1e-4)
 
 
 GOOD_LINE = r'{"question": "How many?", "answer": "6*3=<<6*3=18>>18\n#### 1,018"}'
@@ -1120,18 +1517,19 @@ def write_gsm8k(folder, *lines):
 
 
 def test_gsm8k_is_read_and_graded(tmp_path):
-    train_data, test_data = gsm8k_demo.load_gsm8k(write_gsm8k(tmp_path, GOOD_LINE, GOOD_LINE))
-    assert train_data["answer"] == test_data["answer"] == ["1,018"] * 2
-    chat = [{"role": "assistant", "content": r"18, so \boxed{\$1018}"}]
-    rewards = gsm8k_demo.boxed_reward(None, [chat, "1018", r"\boxed{1}"], ["1,018"] * 3)
-    assert rewards == [1.5, 0.0, 0.5]
+    for data in gsm8k_demo.load_gsm8k(write_gsm8k(tmp_path, GOOD_LINE, GOOD_LINE)):
+        assert [example["answer"] for example in data] == ["1,018"] * 2
+        assert data[0]["prompt"][-1] == {"role": "user", "content": "How many?"}
+    completions = [[{"content": r"18, so \boxed{\$1018}"}], r"\boxed{1}", "1018"]
+    rewards = gsm8k_demo.boxed_reward(None, completions, ["1,018"] * 3, completion_ids=None)
+    assert rewards == [1.5, 0.5, 0.0]
 
 
-@pytest.mark.parametrize("line", [  # cut off, no ####, a blank answer
+@each("line", [  # cut off; no ####; a blank answer; no question; no example
     '{"question": "x", "answ', '{"question": "x", "answer": "18"}',
-    r'{"question": "x", "answer": "1\n#### "}'])
-def test_a_broken_line_of_data_is_named(line, tmp_path):
-    with pytest.raises(ValueError, match="train.jsonl, line 2"):
+    r'{"question": "x", "answer": "1\n#### "}', '{"answer": "#### 18"}', "18"])
+def test_a_broken_row_of_data_is_named(line, tmp_path):
+    with pytest.raises(ValueError, match="train.*index 1"):
         gsm8k_demo.load_gsm8k(write_gsm8k(tmp_path, GOOD_LINE, line))
 
 
@@ -1147,14 +1545,12 @@ def train_with(mistake, base, **settings):
     return model, history[-1]
 
 
-@pytest.mark.parametrize("mistake, steps, least, most", [
-    ("healthy", 1, 0.15, 0.35), ("healthy", 10, 0.8, 1.0), ("other order", 10, 0.0, 0.15)])
-def test_the_rehearsal_learns_from_its_rewards(mistake, steps, least, most, base):
-    learned, tested = [{chat[0]["content"] for chat in data["prompt"]} for data in base[2:]]
+def test_the_rehearsal_learns_nothing_from_rewards_in_the_wrong_order(base):
+    learned, tested = [{row["prompt"][0]["content"] for row in data} for data in base[2:]]
     assert not learned & tested and len(tested) >= 256  # held out
-    model, _ = train_with(mistake, base, steps=steps)
-    end = gsm8k_demo.evaluate(model, base[1], base[3], 28, sampled=True)
-    assert least <= end["sampled_accuracy"] <= most
+    model, _ = train_with("other order", base, steps=10)
+    end = gsm8k_demo.evaluate(model, base[1], base[3], 28, temperature=1)
+    assert end["accuracy"] < 0.15
 
 
 # --- The demo from the command line ---
@@ -1165,84 +1561,127 @@ def demo(base, monkeypatch, tmp_path):
         gsm8k_demo.main()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gsm8k_demo, "rehearsal", lambda seed: copy.deepcopy(base))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return run
-
-
-@pytest.mark.parametrize("flags, said", [
-    ("--rehearsal --num_generations 1", "num_generations"),
-    ("--resume --output no/such", "no run to go on with in no/such"),
-    ("--data nowhere --model x", "cannot load nowhere"),
-    ("--rehearsal --model x", "leave out --model")])
-def test_wrong_flags_end_in_one_line_and_write_nothing(flags, said, demo, tmp_path):
-    with pytest.raises(SystemExit, match=f"^stopped: .*{said}.*$"):
-        demo(flags)
-    assert not any(tmp_path.iterdir())
-
-
-KNOBS = set(vars(GRPOConfig()) | vars(gsm8k_demo.DemoConfig()))
-
-
-def test_every_setting_is_a_flag(demo, capsys):
-    with pytest.raises(SystemExit):
-        demo("--help")
-    assert KNOBS <= set(re.findall(r"--(\w+)", capsys.readouterr().out))
 
 
 def read(path):
     return json.loads(Path(path).read_text())
 
 
+@each("flags, said", [
+    ("--rehearsal --num_generations 1", "num_generations"),
+    ("--rehearsal --eval_questions -1", "eval_questions"),
+    (f"--rehearsal --output {grpo.__file__}", "is a file"),
+    ("--resume --output no/such", "no run to go on with in no/such"),
+    ("--data nowhere --model x", "cannot load nowhere"),
+    ("--rehearsal --model x", "leave out --model")])
+def test_wrong_flags_end_in_one_line_and_write_nothing(flags, said, demo, tmp_path):
+    with pytest.raises(SystemExit, match=f"^stopped: .*{said}.*$"):
+        demo(flags)
+    assert not contents(tmp_path)
+
+
+KNOBS = vars(GRPOConfig()) | vars(gsm8k_demo.DemoConfig())
+
+
+def test_every_setting_is_a_flag_and_help_shows_defaults_and_choices(demo, capsys):
+    with pytest.raises(SystemExit):
+        demo("--help")
+    flags = " ".join(capsys.readouterr().out.partition("\noptions:")[2].split())
+    for name, default in KNOBS.items():
+        assert re.search(rf"--{name}\b.*?\(default: (.*?)\)", flags)[1] == str(default)
+    assert "{group,none,batch,rloo}" in flags
+
+
 FEW = ("--rehearsal --steps 4 --prompts_per_step 4 --eval_questions 16 --eval_every 2 "
-       "--show_steps 3 --save_steps 2 --output ")
+       "--show_steps 9 --save_steps 2 --output ")
 
 
 def test_the_demo_from_flags_to_files(demo, capsys):
     demo(FEW + "whole")
     printed = capsys.readouterr().out
-    for words in ("reward 1.5", "step 2:", "after:", "arithmetic"):
+    for words in ("--output whole", "reward 1.5", "before:", "step 2:", "after:", "did not"):
         assert words in printed
     assert "warning" not in printed
+    assert re.findall(r"^step (\d+)", printed, re.M) == ["1", "2", "4"]  # groups
     settings = read("whole/settings.json")
     assert settings["steps"] == 4 and settings["beta"] == 0.02  # typed, and the rehearsal's own
-    assert len(Path("whole/samples.jsonl").read_text().splitlines()) == 2
-    assert read("whole/results.json")["after"]["questions"] == 16
-    for flags, said in ((FEW + "whole", "holds a run"),
-                        ("--resume --steps 5 --output whole", "there steps is 4, here 5")):
-        with pytest.raises(SystemExit, match=said):
-            demo(flags)
-    model, _ = gsm8k_demo.load_model("whole")
+    figures = {"questions", "accuracy", "lenient_accuracy", "interval", "sampled_accuracy"}
+    for result in read("whole/results.json").values():
+        assert figures <= result.keys() and result["questions"] == 16
+    model = AutoModelForCausalLM.from_pretrained("whole")
     assert model.generation_config.eos_token_id == [2, 0]
-    Path("whole/chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match="chat template"):
-        gsm8k_demo.load_model("whole")
+    files = contents("whole")
+    for flags, said in [(FEW + "whole", "holds a run"),
+                        ("--resume --output whole --seed 5", "seed is 0 there, 5 here"),
+                        ("--resume --output whole --data x", "data is None there, x here"),
+                        ("--resume --output whole --eval_questions 8", "is 16 there, 8 here")]:
+        with pytest.raises(SystemExit, match=f"^stopped: .*{said}.*$"):
+            demo(flags)
+        assert contents("whole") == files
+    # A finished run can be trained further, and some flags may be typed anew.
+    demo("--resume --output whole --steps 6 --show_steps 3 --eval_every 0")
+    printed = capsys.readouterr().out
+    assert "going on after step 4" in printed
+    assert re.findall(r"^step (\d+)", printed, re.M) == ["6"]
+    assert [metrics["step"] for metrics in log_of(Path("whole"))] == [1, 2, 3, 4, 5, 6]
+    assert list(read("whole/results.json")) == ["before", "step 2", "after"]
 
 
-@pytest.mark.parametrize("function, calls, missing", [  # killed before step 1; before a checkpoint;
-    ("evaluate", 0, False), ("boxed_reward", 1, False),  # in the middle evaluation; in the last
-    ("evaluate", 1, True), ("evaluate", 2, False)])
-def test_the_demo_killed_and_resumed(function, calls, missing, demo, monkeypatch, capsys):
+def test_the_rehearsal_learns_and_says_so(demo, capsys):
+    demo("--steps 10 --show_steps 0 --output learned")  # without a GPU it is the rehearsal
+    printed = capsys.readouterr().out
+    assert "no CUDA GPU" in printed and "did not rise" not in printed and "\nstep 1:" not in printed
+    before, after = read("learned/results.json").values()
+    assert before["accuracy"] < 0.15 < before["sampled_accuracy"] < 0.35
+    assert min(after["accuracy"], after["sampled_accuracy"]) > 0.8
+
+
+def test_a_model_and_data_in_folders(demo, base, capsys, tmp_path):
+    """The real run, but for the size."""
+    write_gsm8k(tmp_path, GOOD_LINE, GOOD_LINE)
+    for part in base[:2]:
+        part.save_pretrained("tiny")
+    run = "--data . --model tiny --steps 1 --prompts_per_step 2 --max_completion_length 9 --output "
+    demo(run + "real")
+    assert "did not" in capsys.readouterr().out
+    assert "sampled_accuracy" not in read("real/results.json")["after"]
+    Path("tiny/chat_template.jinja").unlink()
+    with pytest.raises(SystemExit, match="^stopped: .*chat template.*$"):
+        demo(run + "another")
+    assert not Path("another").exists()
+
+
+@each("function, fatal, kept", [  # Ctrl-C before step 1; before the first checkpoint;
+    ("evaluate", 1, "no checkpoint"), ("boxed_reward", 2, "no checkpoint"),
+    ("evaluate", 4, "step 2"), ("evaluate", 5, "step 4")])  # in the middle evaluation; in the last
+def test_the_demo_interrupted_and_resumed(function, fatal, kept, demo, monkeypatch, capsys):
     demo(FEW + "whole")
     wanted = read("whole/results.json")
-    works = getattr(gsm8k_demo, function)
-    with monkeypatch.context() as patch, pytest.raises(IndexError):
-        left = [works] * calls
-        patch.setattr(gsm8k_demo, function, lambda *a, **options: left.pop()(*a, **options))
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        works, fails = getattr(gsm8k_demo, function), Mock(side_effect=KeyboardInterrupt)
+        patch.setattr(gsm8k_demo, function, fails_at(fatal, works, fails))
         demo(FEW + "killed")
-    demo("--resume --output killed")  # its settings are remembered
-    if missing:
-        del wanted["step 2"]
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    [(line, command)] = re.findall(r"(interrupted.*) python gsm8k_demo.py (.*)", said)
+    assert kept in line
+    demo(command)
+    if kept == "step 2":
+        del wanted[kept]  # its checkpoint was there, so step 2 was not made again
     assert read("killed/results.json") == wanted
-    assert ("step 2: missing" in capsys.readouterr().out) is missing
 
 
-@pytest.mark.parametrize("gap", [0.2, math.nan])
+@each("gap", [0.2, NAN])
 def test_a_sampler_that_disagrees_is_warned_of(gap, demo, monkeypatch, capsys):
-    def steps(*arguments):
-        for metrics, learner in grpo.training_steps(*arguments):
-            yield metrics | {"sampler_gap": gap}, learner
-    monkeypatch.setattr(gsm8k_demo, "training_steps", steps)
-    demo("--rehearsal --steps 1 --prompts_per_step 1 --eval_questions 1")
-    assert "warning: sampler and scorer" in capsys.readouterr().out
+    def widened(*arguments):
+        groups = sample_groups(*arguments)
+        groups[0][0].sampler_logprobs += 99 * gap  # of 16 completions
+        return groups
+    monkeypatch.setattr(grpo, "sample_groups", widened)
+    demo("--rehearsal --steps 1 --prompts_per_step 2 --eval_questions 1")
+    assert "warning: the log-probs of sampling" in capsys.readouterr().out
 
 
 def test_any_text_prints_in_ascii(monkeypatch):
@@ -1262,7 +1701,7 @@ def test_every_mistake_can_be_made(base):
             train_with(mistake, base, steps=1, prompts_per_step=2)
 
 
-@pytest.mark.parametrize("mistake, steps, figure, least, most", [
+@each("mistake, steps, figure, least, most", [
     ("sign of loss", 5, "reward_mean", 0, 0.55), ("sampled at 0.6", 1, "sampler_gap", 0.005, 0.05),
     ("box alone", 5, "zero_variance_fraction", 0.7, 1),
     ("one end token known", 1, "truncated_fraction", 1, 1),
@@ -1278,10 +1717,10 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 def test_what_the_readme_names_exists(base):
-    assert set(re.findall(r"--(\w+)", README)) <= KNOBS | {"help", "nproc_per_node"}
+    assert set(re.findall(r"--(\w+)", README)) <= KNOBS.keys() | {"help", "nproc_per_node"}
     _, figures = train_with("healthy", base, steps=1)
     for cell in re.findall(r"^\| (`[^|]*)", README, re.M):  # of tables of figures and settings
-        assert set(re.findall(r"`(\w+)`", cell)) <= KNOBS | set(figures), cell
+        assert set(re.findall(r"`(\w+)`", cell)) <= KNOBS.keys() | set(figures), cell
 
 
 @cases("block", dict(enumerate(BLOCKS)))
@@ -1289,7 +1728,7 @@ def test_the_readmes_python_does_what_it_says(block, demo, capsys):
     if "trl" in block:  # too large to run: but its settings are ours
         compile(block, "several.py", "exec")
         written = dict(re.findall(r"\b(\w+)=([^\s,)]+)", block))
-        for name in {"beta", "loss_type", "use_bias_correction_kl"} | written.keys() & KNOBS:
+        for name in {"beta", "loss_type", "use_bias_correction_kl"} | written.keys() & KNOBS.keys():
             assert eval(written[name]) == getattr(GRPOConfig(), name), name
         return
     exec(block, {})

@@ -68,7 +68,7 @@ GALLERY = {
     # The loss
     "sign of loss": {"code": ("-(surrogate - beta * penalty)", "surrogate + beta * penalty")},
     "sign of KL": {"code": ("-(surrogate - beta * penalty)", "-(surrogate + beta * penalty)")},
-    "k3 upside down": {"code": ("= ref_logprobs - logprobs", "= logprobs - ref_logprobs")},
+    "k3 upside down": {"code": ("(ref_logprobs - logprobs)", "(logprobs - ref_logprobs)")},
     "max for min": {"code": ("torch.min(ratio", "torch.max(ratio"), **FOUR_PASSES},
     "pi_old anew": {"code": ("padded('old_logprobs')", "logprobs.detach()"), **FOUR_PASSES},
     # The update
