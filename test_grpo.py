@@ -3,10 +3,9 @@ r"""The tests of grpo.py and gsm8k_demo.py: the second half of the tutorial.
 
     python -m pytest -q test_grpo.py
 
-They run offline, on the CPU, in about two minutes. Most of them are tables. A row has a
-name, what goes in, and what must come out, and the short function below the table checks
-each row. Change a line of grpo.py, and see which tests go red. A function with "slow" in
-its name computes the same thing a second time, in a way that is easy to follow."""
+They run offline, on the CPU, in about two minutes. The documents' numbers come first. Most
+other tests are tables of named cases, and a short function checks each row. Change a line of
+grpo.py, and see which go red. "Slow" functions compute the same thing in a plain way."""
 
 import copy
 import inspect
@@ -45,27 +44,24 @@ from grpo import (average, clipped_surrogate, compute_logprobs, end_token_ids,
 
 torch.set_num_threads(1)  # matrices this small are done before a second thread wakes up
 
-
 def t64(values):
     return torch.tensor(values, dtype=torch.float64)
 
-
 def numbers(text):
     return t64([float(word) for word in text.split()])
-
 
 def gradient(function, x):
     leaf = x.clone().requires_grad_()
     return torch.autograd.grad(function(leaf), leaf)[0]
 
-
 each = pytest.mark.parametrize  # a test for each row of a list
-
 
 def cases(names, table):
     """A test for each row of a table: the key is its name, the value goes in."""
     return each(names, table.values(), ids=table)
 
+def kwargs(text):  # "beta=0, seed=1" as a dict
+    return eval(f"dict({text})")
 
 def near(actual, expected, tolerance=1e-12):
     actual = torch.as_tensor(actual, dtype=torch.float64)
@@ -74,8 +70,7 @@ def near(actual, expected, tolerance=1e-12):
 
 
 # --- The worked numbers of the documents ---
-# Five documents explain GRPO with numbers. The tests follow each of them in its order.
-# A docstring names the document, the section and the line. The documents are:
+# The tests follow each document in its order, and name section and line. The documents are:
 #   Scratch    "Group-Relative Policy Optimization (GRPO) — From Scratch", an article
 #   Book       chapter 11, "Policy Gradient Algorithms", of a book on RLHF
 #   Explained  "GRPO Objective Function Explained", a tutorial
@@ -86,7 +81,6 @@ def near(actual, expected, tolerance=1e-12):
 def equals(values, figures):
     near(torch.as_tensor(values).flatten(), numbers(figures), 1e-6)
 
-
 def last_digits_off(values, figures):
     """How far each value is from its figure, in units of the figure's last digit."""
     values = torch.as_tensor(values, dtype=torch.float64).flatten()
@@ -94,42 +88,34 @@ def last_digits_off(values, figures):
     assert len(values) == len(units)
     return (values - numbers(figures)).abs() / units
 
-
 def rounds_to(values, figures):
     assert (last_digits_off(values, figures) < 0.5).all()
 
-
 def differs_from(values, figures):
     assert (last_digits_off(values, figures) > 0.5).all()
-
 
 def mean_and_std(rewards):
     """Mean and std of one group, as group_advantages has them."""
     centered = group_advantages(rewards, "none")
     return [(rewards - centered)[0], (centered / group_advantages(rewards))[0]]
 
-
 def one_token(probabilities, advantage, beta):
     """Loss and metrics of one token; its probabilities are pi_theta, pi_old and pi_ref."""
     policies = numbers(probabilities).log().view(3, 1, 1)
     return grpo_loss(*policies, t64([advantage]), torch.ones(1, 1), beta=beta)
-
 
 def slopes_at_ratio_1(advantages):
     """Gradient of the loss, without KL, for answers of one token."""
     old = torch.zeros(len(advantages), 1)
     return gradient(lambda new: grpo_loss(new, old, None, advantages, old == 0, beta=0)[0], old)
 
-
 def gae(residuals, decay):
     """PPO's advantage: a sum of TD residuals. The decay is gamma times lambda."""
     return sum(decay ** l * residual for l, residual in enumerate(residuals))
 
-
 # Scratch
 FIVE = numbers("2.0 3.5 1.0 4.0 2.5")  # its rewards
 FIVE_ADVANTAGES = "-0.561951 0.842927 -1.498537 1.311220 -0.093659"
-
 
 def test_scratch_clip_at_ratio_1_3():
     """Scratch, Quick Recap, line 48: ratio 1.3, advantage 2.0, epsilon 0.2."""
@@ -140,12 +126,10 @@ def test_scratch_clip_at_ratio_1_3():
     loss, metrics = one_token("0.26 0.2 0.2", advantage=2.0, beta=0)  # 30 % more likely
     equals([loss, metrics["ratio_max"], metrics["clip_fraction"]], "-2.4 1.3 1")
 
-
 def test_scratch_td_residual():
     """Scratch, Quick Recap, line 67: reward 1, values 5.0, 5.5, gamma 0.99, lambda 0.95."""
     residual = 1 + 0.99 * 5.5 - 5.0
     equals([0.99 * 5.5, residual, gae([residual], 0.99 * 0.95)], "5.445 1.445 1.445")
-
 
 def test_scratch_mean_std_and_advantages_of_five():
     """Scratch, The Key Insight, lines 123 to 134: the std is divided by G."""
@@ -159,14 +143,12 @@ def test_scratch_mean_std_and_advantages_of_five():
     rounds_to(advantages, "-0.56 +0.84 -1.50 +1.31 -0.09")
     assert [advantages.argmax() + 1, advantages.argmin() + 1] == [4, 3]  # the best, the worst
 
-
 def test_scratch_kl_at_ratios_1_and_2():
     """Scratch, The Full GRPO Objective, lines 180, 186: pi_ref/pi_theta is 1, then 2."""
     same, twice = k3_kl(numbers("0.2 0.2").log(), numbers("0.2 0.4").log())
     equals([math.log(1), same, math.log(2), twice], "0 0 0.693147 0.306853")
-    rounds_to([math.log(2), twice], "0.693 0.307")
+    rounds_to(twice, "0.307")
     near(one_token("0.2 0.2 0.4", advantage=0, beta=1)[0], twice)  # KL raises the loss
-
 
 def test_scratch_code_divides_by_one_less_than_its_text():
     """Scratch, Practical Implementation, line 258: torch's std divides by G - 1."""
@@ -177,11 +159,9 @@ def test_scratch_code_divides_by_one_less_than_its_text():
     # So the code gives none of the figures in lines 125 to 132.
     differs_from([FIVE.std(), *advantages], "1.07 -0.56 +0.84 -1.50 +1.31 -0.09")
 
-
 def test_scratch_equal_rewards_give_zero():
     """Scratch, Practical Implementation, line 261: "we return zero advantages"."""
     assert not group_advantages(numbers("2.6 2.6 2.6")).any()
-
 
 # Book
 P, Q = numbers("0.1 0.2 0.4 0.3"), numbers("0.4 0.3 0.2 0.1")  # any two policies
@@ -189,16 +169,13 @@ LOSSES = numbers("1 1 1 1 10 0 0 0 0 0  1 1 1 1 1 1 1 1 1 10").view(2, 10)  # 0 
 # In the script, the ratios are 1 for a token and 0 for padding, and so is the mask.
 RATIOS = TOKENS = numbers("1 1 1 1 0 0 0  1 1 1 1 1 1 1").view(2, 7)
 
-
 def slopes_by_script(loss_type):
     """The script's gradient for each ratio. Both advantages are 2."""
     return gradient(lambda ratios: average(2 * ratios, TOKENS, loss_type, 7), RATIOS)
 
-
 def test_book_the_gradient_of_log_pi_has_the_mean_0():
     """Book, 11.1.1, line 34: the mean is over the actions of a policy."""
     near(gradient(lambda logits: Q @ logits.log_softmax(0), Q.log()), 0 * Q)
-
 
 def test_book_three_forms_of_rloo():
     """Book, 11.1.2.1, 11.1.4, 11.2.4.1, lines 60, 113, 345: the rewards are Scratch's."""
@@ -207,12 +184,10 @@ def test_book_three_forms_of_rloo():
     equals(group_advantages(FIVE, "none") * 5 / (5 - 1), right)
     equals(group_advantages(FIVE, "rloo"), right)
 
-
 def test_book_cases_of_the_clip():
     """Book, 11.1.3, lines 78 to 93: ratios above, between, below; advantages 1 and -1."""
     ratios = numbers("1.5 0.9 0.5  1.5 0.9 0.5").view(2, 3)
     equals(clipped_surrogate(ratios, numbers("1 -1")), "1.2 0.9 0.5  -1.5 -0.9 -0.8")
-
 
 def test_book_cases_of_the_policy_gradient():
     """Book, 11.2.1, lines 129 to 131: advantages 1, -1 and 0."""
@@ -220,9 +195,8 @@ def test_book_cases_of_the_policy_gradient():
     equals(slopes, "-1 1 0")  # descent makes them more likely, less likely, and neither
     near(one_token("0.2 0.2 0.2", advantage=0, beta=0)[0], 0)
 
-
 def test_book_mean_of_all_tokens_is_33_and_not_34_over_15():
-    """Book, 11.2.2, lines 150 to 155: the answers have 5 and 10 tokens; 2.27 is a misprint."""
+    """Book, 11.2.2, lines 150 to 155: answers of 5 and 10 tokens; 2.27 is a misprint."""
     equals(masked_mean(LOSSES, LOSSES, dim=1), "2.8 1.9")
     equals(average(LOSSES, LOSSES), "2.35")  # answers count equally
     mean = average(LOSSES, LOSSES, "dapo")  # tokens count equally
@@ -230,7 +204,6 @@ def test_book_mean_of_all_tokens_is_33_and_not_34_over_15():
     equals([mean, (14 + 19) / 15], "2.2 2.2")
     rounds_to(34 / 15, "2.27")
     differs_from(mean, "2.27")
-
 
 def test_book_script_results():
     """Book, 11.2.2, lines 235 to 237."""
@@ -242,7 +215,6 @@ def test_book_script_results():
     near(masked_mean(RATIOS, TOKENS), 1)  # line 212 leaves out the advantages
     near(average(2 * RATIOS, TOKENS, "dapo"), 2)
 
-
 def test_book_script_gradients_of_masked_mean_and_masked_sum():
     """Book, 11.2.2, lines 241 and 246."""
     of_mean, of_sum = slopes_by_script("grpo"), slopes_by_script("dr_grpo")
@@ -252,7 +224,6 @@ def test_book_script_gradients_of_masked_mean_and_masked_sum():
                        "0.1429 0.1429 0.1429 0.1429 0.1429 0.1429 0.1429")
     rounds_to(of_sum, "0.1429 0.1429 0.1429 0.1429 0.0000 0.0000 0.0000 "
                       "0.1429 0.1429 0.1429 0.1429 0.1429 0.1429 0.1429")
-
 
 def test_book_script_adds_two_gradients():
     """Book, 11.2.2, line 251: ratio.grad.zero_() is missing after line 248."""
@@ -265,26 +236,22 @@ def test_book_script_adds_two_gradients():
                     "0.2338 0.2338 0.2338 0.2338 0.2338 0.2338 0.2338")
     near(slopes_by_script("dapo"), TOKENS * 2 / 11)  # with the advantages
 
-
 def test_book_only_masked_mean_favours_the_short_answer():
     """Book, 11.2.2, line 254: a token's gradient, short answer over long answer."""
     tables = [slopes_by_script(loss_type) for loss_type in ("grpo", "dr_grpo", "dapo")]
     equals([table[0, 0] / table[1, 0] for table in tables], "1.75 1 1")
 
-
 def test_book_approximate_kl_and_objective_of_a_single_gradient_step():
-    """Book, 11.2.3, line 289: k2 at 0.3; line 301: A - beta KL, A and pi_ref/pi_theta are 2."""
+    """Book, 11.2.3, line 289: k2 at 0.3; line 301: A - beta KL, where A is 2."""
     equals(kl_estimate(numbers("0.3"), numbers("0"), "mse"), "0.045")
     near(-one_token("0.2 0.2 0.4", advantage=2, beta=0.04)[0], 2 - 0.04 * 0.306853, 1e-6)
-
 
 def test_book_two_forms_of_gae():
     """Book, 11.3.1, line 361: our rewards are 0, 0, 1, our values 0.2, 0.5, 0.8."""
     residuals = [0.5 - 0.2, 0.8 - 0.5, 1 - 0.8]  # gamma is 1
-    one, two, three = 0.5 - 0.2, 0.8 - 0.2, 1 - 0.2  # n-step estimates; three is the end
-    near((1 - 0.95) * (one + 0.95 * two) + 0.95 ** 2 * three, 0.7655)
+    steps = [0.5 - 0.2, 0.8 - 0.2, 1 - 0.2]  # n-step estimates; three is the end
+    near(0.05 * (steps[0] + 0.95 * steps[1]) + 0.95 ** 2 * steps[2], 0.7655)
     equals([gae(residuals, lam) for lam in (0, 0.95, 1)], "0.3 0.7655 0.8")
-
 
 # Explained
 def test_explained_k3_is_unbiased():
@@ -292,19 +259,14 @@ def test_explained_k3_is_unbiased():
     r = P / Q
     equals([P.sum(), Q.sum(), Q @ (r - 1)], "1 1 0")
     k3, k1 = k3_kl(Q.log(), P.log()), kl_estimate(Q.log(), P.log(), "kl")  # lambda 1 and 0
-    between = -r.log() + 0.5 * (r - 1)  # lambda 0.5
-    equals([Q @ (Q / P).log(), Q @ k3, Q @ k1, Q @ between], 4 * "0.427667 ")
-
+    equals([Q @ (Q / P).log(), Q @ k3, Q @ k1], 3 * "0.427667 ")
 
 def test_explained_k3_is_0_only_where_the_policies_agree():
     """Explained, Derivation, lines 129 to 131: log r from -3 to 3."""
     log_r = torch.arange(-3, 3.5, 0.5)
     k3 = k3_kl(0 * log_r, log_r)
-    assert k3.min() == 0
-    assert torch.equal(k3 > 0, log_r != 0)
-    r = numbers("2 1 0.5")  # pi_ref/pi_theta; lines 143 to 152 have the code
-    equals(k3_kl(0 * r, r.log()), "0.306853 0 0.193147")
-
+    assert k3.min() == 0 and torch.equal(k3 > 0, log_r != 0)
+    equals(k3_kl(t64([0] * 3), numbers("2 1 0.5").log()), "0.306853 0 0.193147")  # line 143
 
 def test_explained_exp_88_fits_into_bfloat16():
     """Explained, KL Divergence Computation, line 223: "exp(88) ≈ 1e38" is not too large."""
@@ -314,7 +276,6 @@ def test_explained_exp_88_fits_into_bfloat16():
     equals(math.log(largest), "88.718925")  # above this, e^x is too large
     assert numbers("88 89").bfloat16().exp().isinf().tolist() == [False, True]
 
-
 def test_explained_clip_is_needed_above_50_but_not_below():
     """Explained, KL Divergence Computation, line 224: diff is clipped to [-50, 50]."""
     diff = numbers("50 60 -50 -60")
@@ -322,11 +283,9 @@ def test_explained_clip_is_needed_above_50_but_not_below():
     clipped = diff.clamp(-50, 50)  # with its code, -60 costs no more than -50
     equals((clipped.exp() - clipped - 1)[2:], "49 49")
 
-
 def test_explained_sign_of_the_loss():
     """Explained, Combining Terms, line 259: -policy_loss + beta KL, where A is 1."""
     near(one_token("0.2 0.2 0.4", advantage=1, beta=0.04)[0], -1 + 0.04 * 0.306853, 1e-6)
-
 
 # Hands-on
 APPLES = ["3 + 2 = 5, so the answer is 5.", "The answer is 5.", "It should be 6.",
@@ -341,16 +300,13 @@ AFTER = ("Let me calculate step by step:\n- John starts with 15 apples.\n"
          "- Therefore 7 apples are left.\n\\boxed{7}")
 EIGHT = numbers("1.5 0.0 1.5 0.0 1.0 1.5 0.5 1.5")  # rewards
 
-
 def course_reward(text, answer):
     """The rule of the course, lines 387 to 397. Its pattern takes the first box."""
     box = re.search(r"\\boxed\{([^}]+)\}", text)
     return 0.5 + (box[1].strip() == answer) if box else 0.0
 
-
 def boxed_rewards(answers, right):
     return t64([rule_reward(rf"\boxed{{{answer}}}", right) for answer in answers.split()])
-
 
 def test_hands_on_apple_scores_break_its_rule():
     """Hands-on, line 25: without a box an answer earns nothing, and no answer earns 1.0."""
@@ -364,7 +320,6 @@ def test_hands_on_apple_scores_break_its_rule():
     equals(mean_and_std(SCORES)[0], "0.625")
     equals(group_advantages(SCORES, "none"), "+0.875 +0.375 -0.625 -0.625")
 
-
 def test_hands_on_rule_and_its_two_examples():
     """Hands-on, 9.3.1, lines 352 to 381: +1.0 for the answer, +0.5 for the box."""
     for reward in (rule_reward, course_reward):
@@ -373,21 +328,17 @@ def test_hands_on_rule_and_its_two_examples():
     corrected = r"\boxed{50}? No: \boxed{63}"  # of two boxes, the last one counts
     equals([rule_reward(corrected, "63"), course_reward(corrected, "63")], "1.5 0.5")
 
-
 def test_hands_on_steps_alone_earn_nothing():
     """Hands-on, 9.3.1, lines 494 to 506: before and after training, the answer is right."""
     rewards = t64([rule_reward(BEFORE, "7"), rule_reward(AFTER, "7")])
     equals(rewards, "1.5 1.5")
     assert not group_advantages(rewards).any()
 
-
 def test_hands_on_a_group_is_a_row_and_equal_rewards_give_zero():
     """Hands-on, 9.3.1 and 9.3.2, lines 337, 403, 567 and 589: two prompts, G = 3."""
-    assert torch.arange(2).repeat_interleave(3).tolist() == [i // 3 for i in range(6)]
     for equal in ("1.5 1.5 1.5", "0 0 0"):
         rewards = numbers("1 1 0 " + equal).view(-1, 3)
         equals(group_advantages(rewards), "0.707107 0.707107 -1.414214  0 0 0")
-
 
 def test_hands_on_ratio_and_clip():
     """Hands-on, 9.3.2, lines 623 and 634: 0, +20 and -20 %, and the interval [0.8, 1.2]."""
@@ -395,13 +346,11 @@ def test_hands_on_ratio_and_clip():
         equals(one_token(new + " 0.5 0.5", advantage=1, beta=0)[1]["ratio_max"], ratio)
     equals(clipped_surrogate(numbers("9 0.1").view(2, 1), numbers("1 -1")), "1.2 -0.8")
 
-
 def test_hands_on_kl_and_total_loss():
     """Hands-on, 9.3.2, lines 683 and 689: -J + beta KL, where A is 1."""
     near(k3_kl(numbers("-1"), numbers("-1")), [math.exp(0) - 0 - 1])
     losses = [one_token("0.2 0.2 0.4", advantage=1, beta=beta)[0] for beta in (0, 0.04)]
     equals(losses, "-1 -0.987726")
-
 
 def test_hands_on_early_advantages_do_not_sum_to_0():
     """Hands-on, 9.3.3, line 747: the right answer is 7."""
@@ -413,7 +362,6 @@ def test_hands_on_early_advantages_do_not_sum_to_0():
     equals([numbers(printed).sum(), advantages.sum()], "1.7 0")
     assert numbers(printed).argmax() == 4  # and 15, which is wrong, has the most
 
-
 def test_hands_on_middle_advantages_do_not_sum_to_0():
     """Hands-on, 9.3.3, line 752."""
     printed = "0 0 0 -0.5 0 0 0 0"
@@ -423,13 +371,10 @@ def test_hands_on_middle_advantages_do_not_sum_to_0():
     differs_from(advantages[3], "-0.5")
     equals([numbers(printed).sum(), advantages.sum()], "-0.5 0")
 
-
 def test_hands_on_late_group_has_no_gradient():
     """Hands-on, 9.3.3, line 757."""
     advantages = group_advantages(boxed_rewards("7 7 7 7 7 7 7 7", "7"))
-    assert not advantages.any()
-    assert not slopes_at_ratio_1(advantages).any()
-
+    assert not advantages.any() and not slopes_at_ratio_1(advantages).any()
 
 def test_hands_on_advantages_of_eight_fit_no_mean_and_std():
     """Hands-on, 9.3.3, line 786: the rewards sum to 7.5, and the printed mean is 7/8."""
@@ -446,7 +391,6 @@ def test_hands_on_advantages_of_eight_fit_no_mean_and_std():
     equals([advantages.sum(), advantages.square().sum()], "0 8")
     equals([numbers(printed).sum(), numbers(printed).square().sum()], "0.41 6.0107")
 
-
 def test_hands_on_code_divides_by_one_less_than_its_formula():
     """Hands-on, 9.3.2, line 577: torch's std divides by G - 1, and line 546 by G."""
     advantages = (EIGHT - EIGHT.mean()) / EIGHT.std()
@@ -455,21 +399,18 @@ def test_hands_on_code_divides_by_one_less_than_its_formula():
                        "0.092169 0.829522 -0.645184 0.829522")
     near(group_advantages(EIGHT) * (7 / 8) ** 0.5, advantages, 1e-6)
 
-
 # RLinf
 def test_rlinf_all_tokens_of_an_answer_have_its_advantage():
-    """RLinf, section 2, line 31, for Scratch's rewards; section 4, line 99: a group of one."""
+    """RLinf, section 2, line 31: Scratch's rewards; section 4, line 99: a group of one."""
     for token in clipped_surrogate(torch.ones(5, 3), group_advantages(FIVE)).T:
         equals(token, FIVE_ADVANTAGES)
     with pytest.raises(ValueError):
         group_advantages(numbers("1"))
 
-
 def test_rlinf_formula_and_setting_average_differently():
     """RLinf, sections 2 and 3, lines 45 and 78: the losses are the Book's."""
     equals(average(LOSSES, LOSSES, "grpo"), "2.35")  # the formula
     equals(average(LOSSES, LOSSES, "dapo"), "2.2")  # "token-mean"
-
 
 def test_rlinf_four_names_of_a_kl():
     """RLinf, section 3, line 84: here pi_theta is 0.2, and pi_ref is 0.4."""
@@ -512,16 +453,15 @@ def test_k3_far_apart_and_nearly_the_same():
     for found in (k3_kl(far, -far), gradient(lambda x: k3_kl(x, -far).sum(), far)):
         assert found.isfinite().all()
 
-
 def test_masked_mean():
     values = numbers("1 3 nan inf nan 7 8 nan -inf").view(3, 3)
     mask = numbers("1 1 0 0 0 0 1 0 0").view(3, 3)
     near([masked_mean(values, mask), average(values, mask)], [4, 10 / 3])  # of 2, 0, 8
+    near(average(values, mask, "dr_grpo", 2), 12 / 6)
     near(masked_mean(mask, mask[0]), 1 / 2)  # one mask for all rows
     near(gradient(lambda x: masked_mean(x, mask), values), mask / 3)
     # Only what is masked may disappear. To hide more would hide a broken model.
     assert masked_mean(values, torch.ones(3, 3)).isnan()
-
 
 def test_the_overlong_penalty():
     lengths = numbers("1 12 13 20 23")  # for a limit of 20 tokens and a buffer of 8
@@ -530,7 +470,7 @@ def test_the_overlong_penalty():
 
 # --- The loss, against one slow loss ---
 def slow_loss(row, logprobs, old, ref, advantages, mask):  # row: a variant, and a loss_type
-    config = GRPOConfig(**VARIANTS[row[0]])
+    config = GRPOConfig(**kwargs(VARIANTS[row[0]]))
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     losses = torch.zeros_like(old)
     for i, t in mask.nonzero().tolist():
@@ -547,7 +487,6 @@ def slow_loss(row, logprobs, old, ref, advantages, mask):  # row: a variant, and
     return {"grpo": (losses.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean(),  # 0 if it is empty
             "dapo": losses.sum() / mask.sum(), "dr_grpo": losses.sum() / (len(mask) * 7)}[row[1]]
 
-
 def batch():
     """Six completions of up to five tokens: three log-probs, advantages, mask."""
     noise = (t64(range(120)) ** 2).sin().view(4, 6, 5)  # it has no pattern, and is always the same
@@ -555,25 +494,22 @@ def batch():
     mask = torch.arange(5) < torch.tensor([[5], [1], [0], [3], [4], [2]])  # one is empty
     return logprobs, old, ref, noise[3, :, 0], mask
 
-
 ROWS, *_, MASK = batch()
 VARIANTS = {  # the settings that are not the defaults
-    "the papers": {}, "no KL": {"beta": 0}, "clip-higher": {"epsilon_high": 0.28},
-    "much k1": {"epsilon": 0.1, "epsilon_high": 0, "beta": 0.5, "kl_penalty_type": "kl"},
-    "no lower bound": {"epsilon": 1.5, "epsilon_high": 0.1, "kl_penalty_type": "abs"},
-    "TRL": {"beta": 0.3, "use_bias_correction_kl": True},
-    "corrected k2": {"kl_penalty_type": "mse", "use_bias_correction_kl": True},
-    "GSPO": {"beta": 0.3, "epsilon": 0.1, "importance_sampling_level": "sequence"},
-    "corrected GSPO": {"importance_sampling_level": "sequence", "use_bias_correction_kl": True}}
-
+    "the papers": "", "no KL": "beta=0", "clip-higher": "epsilon_high=0.28",
+    "much k1": "epsilon=0.1, epsilon_high=0, beta=0.5, kl_penalty_type='kl'",
+    "no lower bound": "epsilon=1.5, epsilon_high=0.1, kl_penalty_type='abs'",
+    "TRL": "beta=0.3, use_bias_correction_kl=True",
+    "corrected k2": "kl_penalty_type='mse', use_bias_correction_kl=True",
+    "GSPO": "beta=0.3, epsilon=0.1, importance_sampling_level='sequence'",
+    "corrected GSPO": "importance_sampling_level='sequence', use_bias_correction_kl=True"}
 
 def run_loss(row, logprobs, old, ref, *others):
     ref = None if row[0] == "no KL" else ref  # it needs none
     leaf = logprobs.clone().requires_grad_()
-    loss, metrics = grpo_loss(leaf, old, ref, *others, **VARIANTS[row[0]], loss_type=row[1],
+    loss, metrics = grpo_loss(leaf, old, ref, *others, **kwargs(VARIANTS[row[0]]), loss_type=row[1],
                               max_completion_length=7)
     return loss.detach(), torch.autograd.grad(loss, leaf)[0], metrics
-
 
 @each("row", [*itertools.product(VARIANTS, ["grpo", "dapo", "dr_grpo"])], ids=" ".join)
 def test_the_loss_is_the_slow_one_and_padding_has_no_part_in_it(row):
@@ -597,7 +533,6 @@ def test_the_loss_is_the_slow_one_and_padding_has_no_part_in_it(row):
     near(slope[1:], right_slope[1:], 1e-6)  # no other completion is harmed
     assert set(run_loss(row, *tensors[:4], 0 * MASK)[2].values()) == {0.0}  # no token at all
 
-
 def test_wrong_shapes_are_refused():
     wrong = [5 * [ROWS[0]]]
     for i, shape in enumerate([[5], [1, 5], [6, 1], [6, 1], [5]]):
@@ -607,12 +542,12 @@ def test_wrong_shapes_are_refused():
         with pytest.raises(ValueError, match="advantages"):
             grpo_loss(*tensors)
 
-
 @each("said, function, arguments", [
     ("two or more", group_advantages, [ROWS[:, :1]]),
     ("'std'.*rloo", group_advantages, [ROWS, "std"]),
     ("'k3'.*abs", kl_estimate, [ROWS, ROWS, "k3"]),
-    ("'mean'.*dapo", average, [ROWS, MASK, "mean"]), ("length", average, [ROWS, MASK, "dr_grpo"]),
+    ("length", average, [ROWS, MASK, "dr_grpo"]),
+    ("'mean'.*dapo", average, [ROWS, MASK, "mean", 7]),
     ("ref_logprobs are needed", grpo_loss, [ROWS, ROWS, None, ROWS[:, 0], MASK]),
     ("'tokens'", lambda level: grpo_loss(*batch(), importance_sampling_level=level),
      ["tokens"])])
@@ -633,7 +568,6 @@ completion        reward  advantage  ratio  surrogate      k3  gradient
 loss 0.2057
 """
 
-
 def test_the_apples(capsys):
     apples = runpy.run_path(grpo.__file__, run_name="__main__")
     assert capsys.readouterr().out == PRINTED.lstrip()
@@ -651,16 +585,14 @@ def test_the_apples(capsys):
 POLICY, OLD, REFERENCE = numbers(
     "0.55 0.25 0.1 0.05 0.05  0.1 0.2 0.4 0.2 0.1  0.03 0.07 0.15 0.3 0.45").view(3, 5)
 
-
 def exact_kl(p, q):
     return (p * (p / q).log()).sum()
 
-
 @cases("drawn_from, settings, kl", {  # pi_old; what is descended, beside minus the mean reward
-    "k1": (POLICY, {"kl_penalty_type": "kl"}, lambda p: 0),
-    "k2": (POLICY, {"kl_penalty_type": "mse"}, lambda p: exact_kl(p, REFERENCE)),
-    "k3": (POLICY, {}, lambda p: exact_kl(REFERENCE, p)),
-    "k3 x ratio": (OLD, {"use_bias_correction_kl": True}, lambda p: exact_kl(p, REFERENCE))})
+    "k1": (POLICY, "kl_penalty_type='kl'", lambda p: 0),
+    "k2": (POLICY, "kl_penalty_type='mse'", lambda p: exact_kl(p, REFERENCE)),
+    "k3": (POLICY, "", lambda p: exact_kl(REFERENCE, p)),
+    "k3 x ratio": (OLD, "use_bias_correction_kl=True", lambda p: exact_kl(p, REFERENCE))})
 def test_what_the_loss_descends_on_average(drawn_from, settings, kl):
     """20 completions of one token, each as often as pi_old draws it. Nothing is clipped."""
     rewards = numbers("0 2 1 5 3")  # of the five tokens
@@ -672,7 +604,7 @@ def test_what_the_loss_descends_on_average(drawn_from, settings, kl):
         tensors = [(logprobs + (other / POLICY).log())[tokens].unsqueeze(1) for other in policies]
         advantages = (rewards - 7)[tokens]  # a baseline makes no difference
         mask = torch.ones(20, 1)
-        return grpo_loss(*tensors, advantages, mask, beta=1, epsilon=99, **settings)[0]
+        return grpo_loss(*tensors, advantages, mask, beta=1, epsilon=99, **kwargs(settings))[0]
     right = gradient(lambda x: kl(x.softmax(0)) - x.softmax(0) @ rewards, POLICY.log())
     near(gradient(loss, POLICY.log()), right)
 
@@ -683,7 +615,7 @@ def trl_loss(row, logprobs, old, ref, advantages, mask):
     trl = pytest.importorskip("trl")  # without it, its figures have to do
     if not trl.__version__.startswith("1.16."):
         pytest.skip(f"the parity is with TRL 1.16, and this is {trl.__version__}")
-    config = grpo.GRPOConfig(**VARIANTS[row[0]], loss_type=row[1], max_completion_length=7)
+    config = grpo.GRPOConfig(**kwargs(VARIANTS[row[0]]), loss_type=row[1], max_completion_length=7)
     config.delta = None
     trainer = MagicMock(  # the settings have TRL's names
         **vars(config), args=config, epsilon_low=config.epsilon, off_policy_mask_threshold=None,
@@ -698,7 +630,6 @@ def trl_loss(row, logprobs, old, ref, advantages, mask):
         prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=ids,
         advantages=advantages, old_per_token_logps=old, ref_per_token_logps=ref,
         num_items_in_batch=mask.sum()))
-
 
 @each("row, figures", {  # the loss; sum and length of its gradient
     ("the papers", "grpo"): "0.2256250593892 0.115624951016 0.1918599797598",
@@ -735,7 +666,6 @@ NAN = math.nan
 PAD, END, EOS = 0, 1, 2  # as in Qwen there are two end tokens, and the config knows only one
 VOCABULARY = 48  # more than the tokenizer's words, as in Qwen
 
-
 def tiny_tokenizer(padding="<pad>"):
     special = "<pad> <end> <eos> <unk> user assistant".split()
     ids = {word: i for i, word in enumerate([*special, *string.ascii_lowercase, *string.digits])}
@@ -747,13 +677,11 @@ def tiny_tokenizer(padding="<pad>"):
         tokenizer_object=core, pad_token=padding, eos_token="<eos>", unk_token="<unk>",
         additional_special_tokens=["<end>", "<pad>"], chat_template=template)
 
-
 TOKENIZER = tiny_tokenizer()
 PLAIN = dict(  # settings of a family that has none of its own
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, eos_token_id=EOS,
     bos_token_id=None, pad_token_id=PAD, tie_word_embeddings=False, initializer_range=0.4)
-
 
 def tiny_model(family="qwen2", **settings):
     """A random model. Its weights are large, so some tokens are likelier than others."""
@@ -765,7 +693,6 @@ def tiny_model(family="qwen2", **settings):
     model.generation_config.eos_token_id = [END, EOS]
     return model.eval()
 
-
 def ending_model(logit, family="qwen2", **settings):
     """`logit` is added to the logits of the end tokens. At -100 no completion ends."""
     model = tiny_model(family, **settings)
@@ -773,25 +700,20 @@ def ending_model(logit, family="qwen2", **settings):
     model.lm_head.bias[[END, EOS]] = logit
     return model
 
-
 def examples_of(*prompts):
     return [{"prompt": prompt} for prompt in prompts]
-
 
 EXAMPLES = examples_of("a", "b c", "c d e", "d", "e f", "f g a", "g")
 PROMPTS = ["a b c d e f g", "h", "i j k"]
 TINY = dict(steps=6, num_generations=4, prompts_per_step=2, max_completion_length=5,
             learning_rate=0.01, warmup_steps=2, seed=3, beta=0.1)
 
-
 def noisy_reward(prompts, completions, **columns):
     """A reward that draws from two of the generators that a reward may draw from."""
     return [text.count("a") + random.gauss(0, 1) + torch.rand(()).item() for text in completions]
 
-
 def untimed(metrics):  # an absurd time stays, and no run is like another
     return {k: x for k, x in metrics.items() if "_second" not in k or not 0 <= x < 99}
-
 
 def go(model=None, reward=noisy_reward, data=EXAMPLES, folder=None, resume=False, after=None,
        **settings):
@@ -799,7 +721,6 @@ def go(model=None, reward=noisy_reward, data=EXAMPLES, folder=None, resume=False
     config = GRPOConfig(**TINY | settings)
     history = train(model or tiny_model(), TOKENIZER, data, reward, config, folder, resume, after)
     return [untimed(metrics) for metrics in history]
-
 
 def weights_of(model):
     return parameters_to_vector(model.parameters()).detach()
@@ -814,7 +735,6 @@ def sampled(model, prompts=PROMPTS, G=5, cap=8, temperature=1.0, tokenizer=TOKEN
     assert [len(group) for group in groups] == [G] * len(prompts)
     return sum(groups, [])
 
-
 def slow_distributions(model, completion, temperature=1.0):
     """log pi of all tokens at each place. The model reads one completion, with no cache."""
     ids = torch.tensor([completion.prompt_ids + completion.ids])
@@ -822,11 +742,9 @@ def slow_distributions(model, completion, temperature=1.0):
     logits = logits[len(completion.prompt_ids) - 1 : -1]
     return (logits.double() / temperature).log_softmax(dim=-1)
 
-
 def slow_logprobs(model, completion, temperature=1.0):
     whole = slow_distributions(model, completion, temperature)
     return whole[range(len(completion.ids)), completion.ids]
-
 
 # The padding is a token of its own, or none, or an end token. GPT-2 has learned positions.
 @each("family, padding, temperature", [
@@ -854,7 +772,6 @@ def test_completions_and_their_logprobs(family, padding, temperature):
         assert completion.ids == whole.argmax(dim=1).tolist()
         near(completion.sampler_logprobs, whole.amax(dim=1), 2e-5)
 
-
 def test_tokens_are_drawn_from_the_softmax_and_from_nothing_else():
     """Every end token is known: one from each config, and one from the tokenizer."""
     model = tiny_model(initializer_range=0.2, eos_token_id=PAD)
@@ -865,7 +782,6 @@ def test_tokens_are_drawn_from_the_softmax_and_from_nothing_else():
     wanted = 20_000 * slow_distributions(model, completions[0], 0.7)[0].exp()
     assert ((counts - wanted).abs() < 4 * wanted.sqrt() + 1).all()
     assert {PAD, END, EOS} == {c.ids[0] for c in completions if not c.truncated}
-
 
 def test_the_seed_decides_and_chats_go_through_the_template():
     first = [{"role": "user", "content": "a"}]
@@ -878,7 +794,6 @@ def test_the_seed_decides_and_chats_go_through_the_template():
         said.append([completion.prompt_ids + completion.ids for completion in completions])
     assert said[0] == said[1] == said[2] != said[3]
 
-
 def test_each_prompt_is_read_once_and_what_has_ended_no_more():
     model = tiny_model(initializer_range=0.2)
     rows = []  # of each call of the model, the logits that it computed
@@ -890,7 +805,6 @@ def test_each_prompt_is_read_once_and_what_has_ended_no_more():
     rows.clear()
     compute_logprobs(model, completions, 1.0)
     assert rows == [15 * (max(lengths) + 1)]  # none for the tokens of the prompts
-
 
 def test_cudnns_attention_is_off():
     assert torch.backends.cuda.cudnn_sdp_enabled() is False  # importing grpo.py is enough
@@ -912,7 +826,6 @@ def test_boxes(contents, texts):
         if not contents:
             assert rule_reward(text, "") == 0.0  # an empty box does not equal an empty answer
 
-
 @cases("rows", {  # why: box and answer; box and answer
     "the same number": "63.0 is 63; -0 is 0; .5 is 0.5; 5. is 5; 63.009 is 63; -.5 is -0.50",
     "padded": "007 is 7; +5 is 5;  63  is 63; 63 is  63\n;  x+1  is x+1; x+1 is  x+1\n",
@@ -923,7 +836,7 @@ def test_boxes(contents, texts):
     "blanks and signs inside": r"3 4 is not 34; 1$2 is not 12; 1\%2 is not 12; 3 4 is not 3; "
         "1, 000 is not 1000; 3. 5 is not 3.5; 6 3 is not 63",
     "units": r"\$18 is $18.00; $63$ is 63; -$5 is -5; $-5 is -5; 12.5\% is 12.5; 50 % is 50",
-    "a sentence ends": "63. is 63; 1,000. is 1000;  $18.  is 18; 50%.  is 50",
+    "a sentence ends": "63. is 63; 1,000. is 1000;  $18.  is 18; 50%.  is 50; $63.$ is 63",
     "equal as strings": r"\frac12 is \frac12; Monday is Monday; , is ,; nan is nan; 1e3 is 1e3",
     "no number": ", is not 0; . is not 0; - is not 0; $ is not 0; e5 is not 0; 63 is not ; 63 is "
         "not ,; 63 eggs is not 63; 6.3.0 is not 6.3; --5 is not 5; 60+3 is not 63; 1_000 is not "
@@ -937,7 +850,6 @@ def test_boxes_are_read_as_a_person_would(rows):
         box, answer = re.split(" is not | is ", case)
         reward = rule_reward(f"The answer is \\boxed{{{box}}}.", answer)
         assert reward == (0.5 if " is not " in case else 1.5), case
-
 
 @each(
     "piece", r"\boxed{ \boxed{} \boxed { } \ \{ 9 9, ,000 {,} $ - . 1e9".split() + [". ", *" \n"])
@@ -962,25 +874,24 @@ LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_
               linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"])
 VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 FAMILIES = {  # what each has beside the settings that all have
-    "qwen2": {}, "qwen3": {}, "llama": {}, "phi3": {}, "mistral": {"sliding_window": 3},
-    "gpt2": {}, "bloom": {"max_position_embeddings": None}, "mpt": {},  # two have no positions
-    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], num_layers=2, window_size=3),
-    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, **WINDOW), "qwen3_moe": EXPERTS,
-    "gemma2": dict(final_logit_softcapping=2.0, **GEMMA), "gemma3_text": GEMMA,  # capped logits
-    "gemma3": dict(text_config=PLAIN | GEMMA, vision_config=VISION, mm_tokens_per_image=4),
-    "granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.06},  # scaled logits
-    "lfm2": {"layer_types": ["conv", "full_attention"]},  # from here on, layers with a state
-    "qwen3_next": dict(shared_expert_intermediate_size=16, **EXPERTS, **LINEAR),
-    "jamba": dict(num_experts=2, num_experts_per_tok=1, use_mamba_kernels=False,
-                  attn_layer_period=2, attn_layer_offset=1), "qwen3_5_text": LINEAR}
-
+    "qwen2": "", "qwen3": "", "llama": "", "phi3": "", "mistral": "sliding_window=3",
+    "gpt2": "", "bloom": "max_position_embeddings=None", "mpt": "",  # two have no positions
+    "gpt_neo": "attention_types=[[['global', 'local'], 1]], num_layers=2, window_size=3",
+    "gpt_oss": "num_local_experts=4, num_experts_per_tok=2, **WINDOW", "qwen3_moe": "**EXPERTS",
+    "gemma2": "final_logit_softcapping=2.0, **GEMMA", "gemma3_text": "**GEMMA",  # capped logits
+    "gemma3": "text_config=PLAIN | GEMMA, vision_config=VISION, mm_tokens_per_image=4",
+    "granite": "logits_scaling=8.0", "cohere": "logit_scale=0.06",  # scaled logits
+    "lfm2": "layer_types=['conv', 'full_attention']",  # from here on, layers with a state
+    "qwen3_next": "shared_expert_intermediate_size=16, **EXPERTS, **LINEAR",
+    "jamba": "num_experts=2, num_experts_per_tok=1, use_mamba_kernels=False, attn_layer_period=2, "
+             "attn_layer_offset=1", "qwen3_5_text": "**LINEAR"}
 
 @each("family", FAMILIES)
 def test_the_logprobs_of_every_family_are_those_of_the_slow_way(family):
     """It is also sampled and trained. The first loss is 0, its gradient is not."""
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers does not know {family}")
-    model = tiny_model(family, **FAMILIES[family])
+    model = tiny_model(family, **kwargs(FAMILIES[family]))
     # Prompts and completions of many lengths, in no order.
     prompts = ["a b c", "d e f g h i j", "k l m n o p q", "r", "s t u v w"]
     completions = sampled(ending_model(1.5, initializer_range=0.2), prompts, 4)
@@ -1000,7 +911,6 @@ def test_the_logprobs_of_every_family_are_those_of_the_slow_way(family):
         assert metrics[figure] == pytest.approx(0, abs=1e-5)
     assert metrics["ratio_max"] == 1 and metrics["grad_norm"] > 0.01
 
-
 def test_the_softmax_is_in_float32_whatever_the_model_computes_in():
     """In bfloat16 the softmax of the same logits would be off by some hundredths."""
     model = tiny_model().bfloat16()
@@ -1018,7 +928,6 @@ def uneven_reward(prompts, completion_ids, **columns):
         same = 0.1 + 0.2 if sum(ids) % 2 else 0.3
         rewards.append(same if prompt in ("a", "d", "g") else (7 * sum(ids) % 11) / 10)
     return rewards
-
 
 def slow_step(model, reference, optimizer, groups, config):
     """Reads one completion at a time, without padding. Returns what the log must say."""
@@ -1073,17 +982,16 @@ def slow_step(model, reference, optimizer, groups, config):
 UPDATE = dict(steps=2, prompts_per_step=3, max_completion_length=6, learning_rate=3e-3,
               warmup_steps=0, temperature=0.8, seed=1, micro_batch_size=5)
 OPTIONS = {
-    "grpo": {}, "dapo": {"loss_type": "dapo"}, "dr_grpo": {"loss_type": "dr_grpo"},
-    "gspo": {"importance_sampling_level": "sequence"}, "k2": {"kl_penalty_type": "mse"},
-    "r-times-kl": {"use_bias_correction_kl": True}, "batch-std": {"scale_rewards": "batch"},
-    "in-three": {"num_mini_batches": 3}, "one-by-one": {"micro_batch_size": 1},
-    "twice": dict(num_iterations=2, learning_rate=5e-3),
-    "2x2": dict(num_iterations=2, num_mini_batches=2, learning_rate=5e-3),
-    "tight-clip": dict(epsilon=0.02, epsilon_high=0.01), "short-step": {"max_grad_norm": 0.05},
-    "dynamic": dict(dynamic_sampling=20, num_generations=3),
+    "grpo": "", "dapo": "loss_type='dapo'", "dr_grpo": "loss_type='dr_grpo'",
+    "gspo": "importance_sampling_level='sequence'", "k2": "kl_penalty_type='mse'",
+    "r-times-kl": "use_bias_correction_kl=True", "batch-std": "scale_rewards='batch'",
+    "in-three": "num_mini_batches=3", "one-by-one": "micro_batch_size=1",
+    "twice": "num_iterations=2, learning_rate=5e-3",
+    "2x2": "num_iterations=2, num_mini_batches=2, learning_rate=5e-3",
+    "tight-clip": "epsilon=0.02, epsilon_high=0.01", "short-step": "max_grad_norm=0.05",
+    "dynamic": "dynamic_sampling=20, num_generations=3",
     # Without KL, groups of equal rewards are left out. If there is no other, nothing moves.
-    "no-kl": {"beta": 0.0}, "one-group": dict(prompts_per_step=1, steps=7)}
-
+    "no-kl": "beta=0.0", "one-group": "prompts_per_step=1, steps=7"}
 
 @each("name", """grpo, grpo 2x2 one-by-one, dapo one-by-one, grpo in-three no-kl,
 dr_grpo 2x2 one-by-one, dr_grpo no-kl, dapo 2x2 no-kl, dapo in-three no-kl, grpo no-kl one-group,
@@ -1092,7 +1000,7 @@ grpo 2x2 gspo, dapo 2x2 r-times-kl""".replace("\n", " ").split(", "))
 def test_steps_are_those_of_the_slow_way(name):
     run = dict(UPDATE)
     for word in name.split():
-        run |= OPTIONS[word]
+        run |= kwargs(OPTIONS[word])
     config = GRPOConfig(**TINY | run)
     model = ending_model(2.0, "llama", initializer_range=0.2)  # lengths differ
     start = weights_of(model)
@@ -1118,10 +1026,8 @@ def test_steps_are_those_of_the_slow_way(name):
         copy.deepcopy(learner.groups)  # bare numbers: a tensor with a graph cannot be copied
     assert len(go(model, reward, after=compare, **run)) == config.steps
 
-
 def nearly_equal_reward(**columns):
     return [1 + reward / 1e4 for reward in uneven_reward(**columns)]
-
 
 @each("letters, drawn, reward", [  # what is equal, as for the advantages
     ("ad", 8, uneven_reward), ("eb", 2, nearly_equal_reward), ("deb", 3, nearly_equal_reward)])
@@ -1129,13 +1035,11 @@ def test_dynamic_sampling_asks_no_more_than_it_has_to(letters, drawn, reward):
     step = go(reward=reward, data=examples_of(*letters), steps=1, dynamic_sampling=3)[0]
     assert (step["examples_seen"], step["zero_variance_fraction"]) == (drawn, letters == "ad")
 
-
 @each("warmup, parts", [(1, [1, 0.8, 0.6, 0.4, 0.2]), (4, [0.25, 0.5])])
 def test_learning_rates(warmup, parts):
     """No step has the rate 0, neither the first nor the last."""
     history = go(steps=len(parts), warmup_steps=warmup)
     assert [metrics["learning_rate"] / 0.01 for metrics in history] == pytest.approx(parts)
-
 
 def test_there_is_no_dropout():
     """Nor in the samples or the reference. The model comes in train mode, in float64."""
@@ -1172,7 +1076,6 @@ def test_masters_take_steps_and_add_up_gradients_that_bfloat16_cannot():
 # --- What is refused, and what the error says ---
 FITS = "a " * 59  # with a cap of 5 tokens it just fills the context of 64
 
-
 @each("value, names", {  # a value, and settings that it is impossible for
     1: "num_generations",
     0: "prompts_per_step max_completion_length temperature steps num_iterations num_mini_batches "
@@ -1185,26 +1088,27 @@ def test_impossible_settings_are_refused(value, names):
             with pytest.raises(ValueError, match=f"{name} .*{impossible!r}"):
                 GRPOConfig(**{name: impossible})
 
-
-@each("words, call, options", [  # words of the error
-    ("temperature", sampled, {"G": 0}), ("temperature", sampled, {"cap": 0}),
-    *[("temperature", sampled, {"temperature": wrong}) for wrong in (-1, NAN, math.inf)],
-    ("'' has no tokens", sampled, {"prompts": ["a", ""]}),
-    ("prompt of 60 .* 5 .* 64", sampled, {"prompts": ["a", FITS + "a"], "cap": 5}),
-    ("prompt of 61 .* 5 .* 64", sampled, {
-        "model": tiny_model("gemma3", **FAMILIES["gemma3"]), "prompts": [FITS + "a a"], "cap": 5}),
-    ("completion could end", end_token_ids, {
-        "model": Mock(generation_config=None, config=None), "tokenizer": None}),
-    ("mini.*9.* 8", go, {"num_mini_batches": 9}), ("data set is empty", go, {"data": []}),
-    ("needs the output_dir", go, {"resume": True}),
-    ("float8.*quantiz", go, {"model": tiny_model().type(torch.float8_e4m3fn)}),
-    ("int32.*quantiz", go, {"model": tiny_model().requires_grad_(False).type(torch.int32)}),
-    *[(f"returned {said} ", go, {"reward": Mock(return_value=rewards)}) for said, rewards in [
-        (7, [1] * 7), (9, [1] * 9), (NAN, [NAN] * 8), (math.inf, [math.inf] * 8)]]])
-def test_impossible_models_prompts_and_rewards_are_refused(words, call, options):
+@each("words, call, arguments", [  # words of the error
+    ("temperature", sampled, "G=0"), ("temperature", sampled, "cap=0"),
+    ("temperature", sampled, "temperature=-1"), ("temperature", sampled, "temperature=NAN"),
+    ("temperature", sampled, "temperature=math.inf"),
+    ("'' has no tokens", sampled, "prompts=['a', '']"),
+    ("prompt of 60 .* 5 .* 64", sampled, "prompts=['a', FITS + 'a'], cap=5"),
+    ("prompt of 61 .* 5 .* 64", sampled,
+     "prompts=[FITS + 'a a'], cap=5, model=tiny_model('gemma3', **kwargs(FAMILIES['gemma3']))"),
+    ("completion could end", end_token_ids, "model=Mock(generation_config=None, config=None), "
+                                            "tokenizer=None"),
+    ("mini.*9.* 8", go, "num_mini_batches=9"), ("data set is empty", go, "data=[]"),
+    ("needs the output_dir", go, "resume=True"),
+    ("float8.*quantiz", go, "model=tiny_model().type(torch.float8_e4m3fn)"),
+    ("int32.*quantiz", go, "model=tiny_model().requires_grad_(False).type(torch.int32)"),
+    ("returned 7 ", go, "reward=Mock(return_value=[1] * 7)"),
+    ("returned 9 ", go, "reward=Mock(return_value=[1] * 9)"),
+    ("returned nan ", go, "reward=Mock(return_value=[NAN] * 8)"),
+    ("returned inf ", go, "reward=Mock(return_value=[math.inf] * 8)")])
+def test_impossible_models_prompts_and_rewards_are_refused(words, call, arguments):
     with pytest.raises(ValueError, match=words):
-        call(**{"model": tiny_model()} | options)
-
+        call(**{"model": tiny_model()} | kwargs(arguments))
 
 def test_what_just_fits_is_not_refused():
     assert len(sampled(tiny_model(), [FITS], cap=5)) == 5
@@ -1219,12 +1123,10 @@ RUNS = {
         "dynamic_sampling": 2, "num_iterations": 2, "num_mini_batches": 2, "beta": 0, "bf16": True},
 }
 
-
 def log_of(folder):
     """The lines of metrics.jsonl. Each must be whole. JSON has neither NaN nor inf."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line, parse_constant=pytest.fail) for line in lines]
-
 
 def finish(folder, **run):
     """A run to its end, resumed if there is a checkpoint: its history and its weights."""
@@ -1233,27 +1135,22 @@ def finish(folder, **run):
     assert history == [untimed(metrics) for metrics in log_of(folder)]
     return history, weights_of(model).tolist()
 
-
 def contents(folder):
     return {path: path.is_file() and path.read_bytes() for path in Path(folder).rglob("*")}
-
 
 def saved_steps(folder):
     """The number of steps in the checkpoint; 0 without one."""
     path = folder / "checkpoint.pt"
     return len(torch.load(path, weights_only=True)["history"]) if path.exists() else 0
 
-
 def fails_at(fatal, function, failure):
     """`function`, but its call number `fatal` and all later ones are calls of `failure`."""
     calls = itertools.count(1)
     return lambda *args, **more: (function if next(calls) < fatal else failure)(*args, **more)
 
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     return {name: finish(tmp_path_factory.mktemp("whole"), **run) for name, run in RUNS.items()}
-
 
 @each("name", RUNS)
 # Where the process is killed, in which call, and which argument is the file left torn.
@@ -1276,7 +1173,6 @@ def test_a_killed_run_goes_on(name, place, fatal, torn, whole, tmp_path, monkeyp
     assert re.findall("going on after step (.*)", capsys.readouterr().out) == [str(saved)][:saved]
     assert saved_steps(tmp_path) == 5
 
-
 @each("save_steps, steps", [(2, [2, 4, 5]), (0, [])])
 def test_what_a_step_leaves_is_there_when_after_step_is_called(save_steps, steps, tmp_path):
     saved = []
@@ -1290,7 +1186,6 @@ def test_what_a_step_leaves_is_there_when_after_step_is_called(save_steps, steps
     assert saved == steps
     with pytest.raises(ValueError, match="holds a run: resume it"):  # its log is enough
         go(folder=tmp_path)
-
 
 def test_a_run_may_get_more_steps_but_no_other_settings(tmp_path):
     finished = finish(tmp_path)
@@ -1310,7 +1205,6 @@ def test_a_run_may_get_more_steps_but_no_other_settings(tmp_path):
     assert rates == pytest.approx([3 / 7, 2 / 7, 1 / 7])  # those of a run of 8 steps
     assert saved_steps(tmp_path) == 8
 
-
 def test_numbers_of_numpy_are_settings_like_any_other(tmp_path):
     """They are no Python numbers, so a file that holds them could not be read again."""
     numpys = {name: np.array(value)[()] for name, value in TINY.items()}
@@ -1328,17 +1222,16 @@ def small_memory(function, place, most):
         return function(*args, **kwargs)
     return tried
 
-
 @cases("settings, most, fatal, said, passes", {
     # Memory runs out where more than three log-probs are computed, twelve at first.
-    "pi_ref": ({}, 3, (), "6 3", 8), "the update": ({"beta": 0}, 3, (), "6 3", 8),
-    "pi_old": ({"beta": 0, "num_iterations": 2}, 3, (), "6 3", 16),
+    "pi_ref": ("", 3, (), "6 3", 8), "the update": ("beta=0", 3, (), "6 3", 8),
+    "pi_old": ("beta=0, num_iterations=2", 3, (), "6 3", 16),
     # It runs out at the end of a backward pass. Only that part is done again.
-    "the second part": ({}, 99, (1, 3), "6 3", 5 + 4),
-    "a short last part": ({"micro_batch_size": 5}, 99, (3,), "2", 4 + 6)})
+    "the second part": ("", 99, (1, 3), "6 3", 5 + 4),
+    "a short last part": ("micro_batch_size=5", 99, (3,), "2", 4 + 6)})
 def test_out_of_memory_does_the_same_in_smaller_parts(settings, most, fatal, said, passes,
                                                       monkeypatch, capsys):
-    run = {"prompts_per_step": 3, "steps": 2, "micro_batch_size": 12} | settings
+    run = kwargs("prompts_per_step=3, steps=2, micro_batch_size=12") | kwargs(settings)
     enough, model = ending_model(2.0, "llama"), ending_model(2.0, "llama")
     wanted = go(enough, **run)
     calls = itertools.count(1)
@@ -1354,13 +1247,11 @@ def test_out_of_memory_does_the_same_in_smaller_parts(settings, most, fatal, sai
     # It is said once and remembered, not found out in every step.
     assert re.findall("from here on (.*) completions", capsys.readouterr().out) == said.split()
 
-
 def sampled_prompts(**run):
     """The prompts of all groups of a run, in their order."""
     prompts = []
     go(after=lambda learner: prompts.extend(g[0].example["prompt"] for g in learner.groups), **run)
     return prompts
-
 
 def test_out_of_memory_in_sampling_takes_fewer_prompts_at_once(monkeypatch, capsys):
     run = {"prompts_per_step": 7, "steps": 2}
@@ -1391,11 +1282,9 @@ def test_updates_that_are_not_finite_are_skipped(tmp_path, monkeypatch, capsys):
         assert torch.equal(before, after) == (metrics["skipped_updates"] == 2)
     assert capsys.readouterr().out.count("update skipped") == 6
 
-
 def test_a_broken_model_ends_the_run_in_the_sampler():
     with pytest.raises(RuntimeError, match="nan"):
         go(ending_model(NAN))
-
 
 def test_nothing_moves_where_no_completion_teaches(tmp_path):
     """Adam's momentum moves nothing either. The reward is the length. After step 1 no
@@ -1432,7 +1321,6 @@ def test_a_reward_function_is_called_as_trl_calls_one(chats):
                      "completions": texts, "completion_ids": [c.ids for c in completions]}
     assert [c.reward for c in completions] == list(range(12))
 
-
 def test_every_example_once_an_epoch_in_an_order_that_is_the_seeds():
     order = sampled_prompts(prompts_per_step=7, steps=3)
     epochs = [order[:7], order[7:14], order[14:]]
@@ -1442,7 +1330,6 @@ def test_every_example_once_an_epoch_in_an_order_that_is_the_seeds():
     assert sampled_prompts(prompts_per_step=9, steps=2) == order[:18]  # more than there are
     assert sampled_prompts(prompts_per_step=7, steps=1, seed=4) not in epochs
 
-
 def test_every_step_of_every_seed_draws_afresh_and_nothing_else_decides():
     drawn, one = set(), EXAMPLES[:1]
     for seed, data in ((0, one), (1, one), (1, datasets.Dataset.from_list(one))):
@@ -1450,7 +1337,6 @@ def test_every_step_of_every_seed_draws_afresh_and_nothing_else_decides():
             drawn.add((metrics["reward_mean"], metrics["entropy"]))
         random.random()  # the caller draws as well
     assert len(drawn) == 6  # two seeds, three steps
-
 
 @each("shuffled", [False, True])
 def test_a_model_learns_what_is_rewarded_and_else_nothing(shuffled):
@@ -1461,7 +1347,6 @@ def test_a_model_learns_what_is_rewarded_and_else_nothing(shuffled):
         history = go(reward=reward, beta=0, num_generations=16, steps=25, bf16=bf16)
         mean = sum(metrics["reward_mean"] for metrics in history[-5:]) / 5
         assert mean < 1 if shuffled else mean > 2.5  # at first it is 0.1
-
 
 @cases("logit, run, wanted", {  # it is added to the end tokens' logits; run; metrics
     "logits of minus infinity": (-math.inf, {}, {"truncated_fraction": 1}),
@@ -1475,7 +1360,6 @@ def test_steps_at_the_edge(logit, run, wanted, tmp_path):
     for metrics in log_of(tmp_path):
         assert metrics == metrics | {"skipped_updates": 0} | wanted
         assert set(metrics) >= set(figures)
-
 
 def test_the_real_call_in_the_docstring_of_train_runs(monkeypatch):
     """Here with a small model, a small tokenizer, and fewer steps."""
@@ -1495,7 +1379,6 @@ def echo(model, tokenizer, examples, *rest, **options):
     """Each prompt is its own completion."""
     return [[Mock(text=example["prompt"])] for example in examples]
 
-
 def test_an_evaluation_counts_the_last_box_and_leniently_the_last_number(monkeypatch):
     monkeypatch.setattr(gsm8k_demo, "sample_groups", small_memory(echo, 2, 3))
     texts = [r"\boxed{7}, so \boxed{1,000}",  # right
@@ -1506,15 +1389,12 @@ def test_an_evaluation_counts_the_last_box_and_leniently_the_last_number(monkeyp
     figures = [found[name] for name in ("questions", "accuracy", "lenient_accuracy")]
     near(figures + found["interval"], [10, 0.1, 0.4, 0.0179, 0.4042], 1e-4)
 
-
 GOOD_LINE = r'{"question": "How many?", "answer": "6*3=<<6*3=18>>18\n#### 1,018"}'
-
 
 def write_gsm8k(folder, *lines):
     for name in ("train.jsonl", "test.jsonl"):
         (folder / name).write_text("\n".join(lines))
     return folder
-
 
 def test_gsm8k_is_read_and_graded(tmp_path):
     for data in gsm8k_demo.load_gsm8k(write_gsm8k(tmp_path, GOOD_LINE, GOOD_LINE)):
@@ -1523,7 +1403,6 @@ def test_gsm8k_is_read_and_graded(tmp_path):
     completions = [[{"content": r"18, so \boxed{\$1018}"}], r"\boxed{1}", "1018"]
     rewards = gsm8k_demo.boxed_reward(None, completions, ["1,018"] * 3, completion_ids=None)
     assert rewards == [1.5, 0.5, 0.0]
-
 
 @each("line", [  # cut off; no ####; a blank answer; no question; no example
     '{"question": "x", "answ', '{"question": "x", "answer": "18"}',
@@ -1538,12 +1417,10 @@ def test_a_broken_row_of_data_is_named(line, tmp_path):
 def base():
     return gsm8k_demo.rehearsal(0)
 
-
 def train_with(mistake, base, **settings):
     model, tokenizer, train_data, _ = copy.deepcopy(base)
     history = gallery.train(mistake, model, tokenizer, train_data, **settings)
     return model, history[-1]
-
 
 def test_the_rehearsal_learns_nothing_from_rewards_in_the_wrong_order(base):
     learned, tested = [{row["prompt"][0]["content"] for row in data} for data in base[2:]]
@@ -1564,10 +1441,8 @@ def demo(base, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return run
 
-
 def read(path):
     return json.loads(Path(path).read_text())
-
 
 @each("flags, said", [
     ("--rehearsal --num_generations 1", "num_generations"),
@@ -1581,9 +1456,7 @@ def test_wrong_flags_end_in_one_line_and_write_nothing(flags, said, demo, tmp_pa
         demo(flags)
     assert not contents(tmp_path)
 
-
 KNOBS = vars(GRPOConfig()) | vars(gsm8k_demo.DemoConfig())
-
 
 def test_every_setting_is_a_flag_and_help_shows_defaults_and_choices(demo, capsys):
     with pytest.raises(SystemExit):
@@ -1593,10 +1466,8 @@ def test_every_setting_is_a_flag_and_help_shows_defaults_and_choices(demo, capsy
         assert re.search(rf"--{name}\b.*?\(default: (.*?)\)", flags)[1] == str(default)
     assert "{group,none,batch,rloo}" in flags
 
-
 FEW = ("--rehearsal --steps 4 --prompts_per_step 4 --eval_questions 16 --eval_every 2 "
        "--show_steps 9 --save_steps 2 --output ")
-
 
 def test_the_demo_from_flags_to_files(demo, capsys):
     demo(FEW + "whole")
@@ -1628,7 +1499,6 @@ def test_the_demo_from_flags_to_files(demo, capsys):
     assert [metrics["step"] for metrics in log_of(Path("whole"))] == [1, 2, 3, 4, 5, 6]
     assert list(read("whole/results.json")) == ["before", "step 2", "after"]
 
-
 def test_the_rehearsal_learns_and_says_so(demo, capsys):
     demo("--steps 10 --show_steps 0 --output learned")  # without a GPU it is the rehearsal
     printed = capsys.readouterr().out
@@ -1636,7 +1506,6 @@ def test_the_rehearsal_learns_and_says_so(demo, capsys):
     before, after = read("learned/results.json").values()
     assert before["accuracy"] < 0.15 < before["sampled_accuracy"] < 0.35
     assert min(after["accuracy"], after["sampled_accuracy"]) > 0.8
-
 
 def test_a_model_and_data_in_folders(demo, base, capsys, tmp_path):
     """The real run, but for the size."""
@@ -1651,7 +1520,6 @@ def test_a_model_and_data_in_folders(demo, base, capsys, tmp_path):
     with pytest.raises(SystemExit, match="^stopped: .*chat template.*$"):
         demo(run + "another")
     assert not Path("another").exists()
-
 
 @each("function, fatal, kept", [  # Ctrl-C before step 1; before the first checkpoint;
     ("evaluate", 1, "no checkpoint"), ("boxed_reward", 2, "no checkpoint"),
@@ -1672,7 +1540,6 @@ def test_the_demo_interrupted_and_resumed(function, fatal, kept, demo, monkeypat
         del wanted[kept]  # its checkpoint was there, so step 2 was not made again
     assert read("killed/results.json") == wanted
 
-
 @each("gap", [0.2, NAN])
 def test_a_sampler_that_disagrees_is_warned_of(gap, demo, monkeypatch, capsys):
     def widened(*arguments):
@@ -1682,7 +1549,6 @@ def test_a_sampler_that_disagrees_is_warned_of(gap, demo, monkeypatch, capsys):
     monkeypatch.setattr(grpo, "sample_groups", widened)
     demo("--rehearsal --steps 1 --prompts_per_step 2 --eval_questions 1")
     assert "warning: the log-probs of sampling" in capsys.readouterr().out
-
 
 def test_any_text_prints_in_ascii(monkeypatch):
     screen = io.TextIOWrapper(io.BytesIO(), "ascii")
@@ -1700,7 +1566,6 @@ def test_every_mistake_can_be_made(base):
         if "code" in changes:
             train_with(mistake, base, steps=1, prompts_per_step=2)
 
-
 @each("mistake, steps, figure, least, most", [
     ("sign of loss", 5, "reward_mean", 0, 0.55), ("sampled at 0.6", 1, "sampler_gap", 0.005, 0.05),
     ("box alone", 5, "zero_variance_fraction", 0.7, 1),
@@ -1715,13 +1580,11 @@ def test_loud_mistakes_still_show(mistake, steps, figure, least, most, base):
 README = Path(grpo.__file__).with_name("README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 
-
 def test_what_the_readme_names_exists(base):
     assert set(re.findall(r"--(\w+)", README)) <= KNOBS.keys() | {"help", "nproc_per_node"}
     _, figures = train_with("healthy", base, steps=1)
     for cell in re.findall(r"^\| (`[^|]*)", README, re.M):  # of tables of figures and settings
         assert set(re.findall(r"`(\w+)`", cell)) <= KNOBS.keys() | set(figures), cell
-
 
 @cases("block", dict(enumerate(BLOCKS)))
 def test_the_readmes_python_does_what_it_says(block, demo, capsys):
