@@ -413,9 +413,9 @@ def test_rlinf_formula_and_setting_average_differently():
 
 def test_rlinf_four_names_of_a_kl():
     """RLinf, section 3, line 84: here pi_theta is 0.2, and pi_ref is 0.4."""
-    names = "low_var_kl", "kl", "abs", "mse"
-    kl = [kl_estimate(numbers("0.2").log(), numbers("0.4").log(), name) for name in names]
-    equals(kl, "0.306853 -0.693147 0.693147 0.240227")
+    policies = numbers("0.2 0.4").log()
+    kl = [kl_estimate(*policies, name) for name in "low_var_kl kl abs mse".split()]
+    equals([*kl, kl_estimate(*policies)], "0.306853 -0.693147 0.693147 0.240227 0.306853")
 
 
 # --- Advantages ---
