@@ -13,7 +13,7 @@ arXiv:2501.12948) is a loop of five moves. Here it is, with the functions of thi
         for mini_batch in a random split of the completions:            5 update
             logprobs = the same log-probs now, with a gradient            compute_logprobs
             loss = grpo_loss(logprobs, old, ref, advantages, mask)        grpo_loss
-            loss.backward(), and a step of the optimizer                  backward
+            loss.backward(), then a step of the optimizer                 backward, update
 
 A *policy*, written pi, is a way to choose the next action. Here the action is a token:
 pi(token | text so far) is the probability that the model gives to it. We need three:
@@ -52,8 +52,8 @@ To keep the sums small, pretend that completions 1 and 4 are two tokens long, an
 completions 2 and 3 one.
 
 Shapes: B prompts with G completions each are N = B * G rows, and n of them are computed at
-once. The longest completion of a tensor has T tokens, the longest prompt P, and the
-vocabulary V. Log-probs are log-probabilities, with the natural logarithm.
+once. T is the length of the longest completion in a tensor, P that of the longest prompt,
+and V the size of the vocabulary. Log-probs are log-probabilities (natural logarithm).
 
 Sections 1 to 5 are the mathematics, and section 1 is move 3. Section 6 has the settings, 7
 one step, 8 to 11 the other four moves, 12 the run, and 13 GRPO's relatives."""
@@ -131,18 +131,18 @@ def group_advantages(rewards, scale_rewards="group"):
 # log is a sum, so grad log pi is a sum over the tokens too, and each token gets the
 # completion's A. (Section 5 asks whether to add up over the tokens or to average.)
 #
-# Why a baseline. Subtracting a good number b from every reward makes the estimate less
-# noisy, and costs nothing. The probabilities sum to 1 whatever the weights are, so b
-# changes the expected gradient by b * sum(pi * grad log pi) = b * sum(grad pi) = b * grad 1
-# = 0. (One detail: b must not depend on the draw, but the group's mean contains R_i. That
-# is harmless: R_i - mean(R) is (G - 1)/G times R_i minus the mean of the *other* rewards.
-# So the expected gradient is only shorter. But the std can turn it a little.)
+# Why a baseline. Subtracting a number b, near the expected reward, makes the estimate less
+# noisy and costs nothing. The probabilities sum to 1 whatever the weights are, so b changes
+# the expected gradient by b * sum(pi * grad log pi) = b * sum(grad pi) = b * grad 1 = 0.
+# (One detail: b must not depend on the draw, but the group's mean contains R_i. That is
+# harmless: R_i - mean(R) = (G - 1)/G * (R_i - mean of the *other* rewards), so the expected
+# gradient is only shorter. The std depends on the draw too, and can turn it a little.)
 #
 # Why a ratio. The tokens were drawn from pi_old, and after an update pi_theta is another
 # policy. The weight r = pi_theta / pi_old corrects for that: sum(pi_old * r * A) =
-# sum(pi_theta * A). Since pi_old is a constant, the gradient of r * A is r * A * grad log
-# pi_theta. At r = 1 that is A * grad log pi, as above. (The reward depends on all tokens,
-# so the exact weight is the product of all their ratios. PPO keeps only the token's own.)
+# sum(pi_theta * A). pi_old is constant, so grad r = (grad pi_theta) / pi_old = r * grad log
+# pi_theta. At r = 1 the gradient of r * A is A * grad log pi, as above. (The reward depends
+# on all tokens, so the exact weight is the product of all ratios. PPO takes only one.)
 #
 # Why the clip. Samples from pi_old say little about a policy far from it. So a token stops
 # pushing once its ratio has moved by eps in the direction that its advantage asks for. The
@@ -167,8 +167,7 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 #     completion 1: 0.3 and 0.2    2: 0.1    3: 0.3    4: 0.1 and 0.2
 #
 # Then the ratios are 1.5, 0.5 and 1. With eps = 0.2, all four cases of the clip are there:
-# A is +1 or -1, and r too high or too low. The gradient is r * A, but 0 where it is
-# clipped:
+# A is +1 or -1, and r too high or too low. The gradient is r * A, or 0 where clipped:
 #
 #     A    r             min(r A, clip(r) A)                 gradient with respect to log pi
 #     +1   1.5 (no. 1)   min( 1.5,  1.2) =  1.2  clipped      0    good, already likelier
@@ -205,8 +204,8 @@ def k3_kl(logprobs, ref_logprobs):
 #     E[-log(pi_ref/pi_theta)] = E[log(pi_theta/pi_ref)] = KL(pi_theta || pi_ref)
 #     E[ pi_ref/pi_theta ]     = sum(pi_theta * pi_ref/pi_theta) = sum(pi_ref) = 1
 #
-# so on average the first and the last term of k3 cancel. They keep k3 above 0, and make it
-# less noisy while the policies are close. (The mean of pi_theta/pi_ref would not be 1.)
+# so on average the first and the last term of k3 cancel. They keep k3 from being negative,
+# and make it less noisy while the policies are close. (E[pi_theta/pi_ref] is not 1.)
 #
 # The apples, with pi_ref = 0.2 for every token:
 #
@@ -243,11 +242,12 @@ def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
 # its gradient wrong on average. With tokens drawn from pi_theta (r = 1), the average
 # gradient is E[factor * grad log pi_theta], with the factor
 #
-#     k1              1           wrong: E[grad log pi] = sum(grad pi) = grad 1 = 0
-#     the KL itself   x           grad sum(pi * x) = sum(grad pi * x) + 0, as for k1
-#     k2              x           right
+#     the KL itself   x           sum(grad pi * x) + sum(pi * grad x), and that is 0: see k1
+#     k1              1           wrong: sum(pi * grad log pi) = sum(grad pi) = grad 1 = 0
+#     k2              x           right: grad(x^2 / 2) = x * grad x
 #     k3              1 - e^-x    that of KL(pi_ref || pi_theta), and close to x for small x
-#     r * k3          x           right: k3 + (1 - e^-x) = x. It is the default of TRL 1.16
+#     r * k3          x           right, for any r: grad r adds k3, and k3 + (1 - e^-x) = x
+# The setting `use_bias_correction_kl` takes r * k3, as TRL 1.16 does by default.
 
 
 # ---- 4. The masked mean: padding is not data ---------------------------------------------
@@ -356,8 +356,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
 # likelier, as it should. At the first token of completion 1 the clip leaves only the
 # KL: 0.04 * (1 - 2/3) / 2 tokens / 4 completions = 0.0017. It makes the token rarer.
 #
-# Why the loss starts at 0. At the first update every ratio is 1 and every k3 is 0. So the
-# "grpo" loss is minus the mean of the advantages, and those sum to 0 in each group. But its
+# Why the loss starts at 0. At the first update every ratio is 1 and every k3 is 0. Over
+# whole groups, the "grpo" loss is then minus the mean of advantages that sum to 0. But its
 # gradient with respect to log pi is -A / |o_i| / N at each token. Each step has new
 # advantages around 0, so watch the reward, and not the loss.
 #
@@ -417,7 +417,7 @@ class GRPOConfig:
             if get_origin(setting.type) is Literal:
                 if value not in get_args(setting.type):
                     raise ValueError(f"{name} is {value!r}, not one of {get_args(setting.type)}")
-            # Written so that NaN is refused as well: no number is below or above it.
+            # Any comparison with NaN is False, so this form refuses NaN too.
             elif value is not None and not least.get(name, 0) <= value < math.inf:
                 raise ValueError(f"{name} is {value!r}, below {least.get(name, 0)} or not finite")
 
@@ -435,10 +435,10 @@ class Completion:
 
     example: dict  # the row of the data set: the prompt, and what the reward function needs
     prompt_ids: list  # the tokens of the prompt
-    ids: list  # the L sampled tokens, with the end token. Encoding `text` can give others
+    ids: list  # the L sampled tokens, with the end token. To encode `text` may give others
     text: str  # the same in words, without special tokens
     truncated: bool  # cut off at max_completion_length, before an end token
-    sampler_logprobs: torch.Tensor  # (L,) log-probs at the draw, for two metrics: section 8
+    sampler_logprobs: torch.Tensor  # (L,) log-probs at the draw, for sampler_gap and entropy
     reward: float = 0.0
     advantage: float = 0.0
     old_logprobs: Optional[torch.Tensor] = None  # (L,) of pi_old; None with one update a step
@@ -453,8 +453,8 @@ class Learner:
     model: torch.nn.Module  # pi_theta, which also samples
     tokenizer: object
     reference: Optional[torch.nn.Module]  # pi_ref; None at beta = 0
-    parameters: list  # of the model, in bfloat16 on a GPU
-    masters: list  # their float32 copies, which the optimizer updates
+    parameters: list  # of the model, mostly in bfloat16 on a GPU
+    masters: list  # their float32 copies, which the optimizer updates: see make_learner
     optimizer: torch.optim.Optimizer
     at_once: dict  # how many "prompts" to sample and "completions" to compute at once
     examples_seen: int = 0
@@ -532,7 +532,7 @@ def rewards_of(groups):
 # its parts come from section 10.)
 
 # On newer GPUs PyTorch prefers cuDNN's attention. With masks it has given NaN gradients
-# (pytorch#196678), and it is prepared anew for each new length: here, for each token.
+# (pytorch#196678), and it is set up again for each new length: here, for each token.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -644,18 +644,18 @@ def end_token_ids(model, tokenizer):
 
 def pad_rows(rows, side, device):
     """n lists of token ids -> ids (n, longest), and the mask (n, longest) of real ones."""
-    # The padding is -1 until the mask is made. Some models pad with the end token. For them
-    # the mask `ids != pad_token_id` would hide it, and the model would not learn to stop.
+    # The padding is -1 until the mask is made. Some models pad with the end token. There,
+    # `ids != pad_token_id` would also mask the real end, and they would not learn to stop.
     rows = [torch.tensor(row) for row in rows]
     ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side=side).to(device)
     return ids.clamp(min=0), (ids >= 0).long()
 
 
 def forward(model, ids, mask, **more):
-    """Run the model on ids, the last columns of a mask. The cache has those before."""
-    # Positions count the real tokens of a row from 0. Counting the padding too would not
-    # harm models with rotary positions. With learned positions, log-probs would be wrong.
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)  # as the mask
+    """Run the model on `ids`, the newest columns. `mask` also covers those in the cache."""
+    # Positions count the real tokens of a row from 0. Counting the padding too is harmless
+    # with rotary positions. With learned positions, it makes the log-probs wrong.
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)  # the shape of the mask
     return model(input_ids=ids, attention_mask=mask, position_ids=positions[:, -ids.shape[1] :],
                  **more)
 
@@ -674,7 +674,7 @@ def log_probability(logits, ids, temperature=1.0):
 # must accept every text, take little time, and never run what it reads. A right answer
 # without a box earns 0, since the number may be there by accident. A small model soon
 # learns to write a box, because that pays. If nearly all rewards stay at 0.5, it has
-# learned nothing else. This is a small case of "reward hacking": rewards without the task.
+# learned nothing else. This is a small case of "reward hacking": rewards go up, not skill.
 def rule_reward(completion, answer):
     r"""0.0 without a \boxed{...}, 0.5 with one, 1.5 if the last one holds the answer.
 
@@ -855,8 +855,8 @@ def update(learner, completions):
 
 def backward(learner, micro_batch, mini_batch):
     """Add the gradient of a micro-batch, a part of the mini-batch, to that of the masters.
-    Returns its metrics. If memory runs out, the masters are unchanged, so the same can be
-    done again in smaller parts."""
+    Returns its metrics. If memory runs out, those gradients are unchanged, so the same can
+    be done again in smaller parts."""
     config = learner.config
     learner.model.zero_grad()  # gradients left by a part that ran out of memory
     logprobs, mask = compute_logprobs(learner.model, micro_batch, config.temperature)  # (n, T)
@@ -867,8 +867,8 @@ def backward(learner, micro_batch, mini_batch):
             return None
         return pad_sequence(rows, batch_first=True).to(mask.device)
 
-    # With one update a step, pi_theta is still pi_old. `detach` makes it a constant, so the
-    # ratio is 1, but its gradient is that of log pi_theta. With several updates, pi_old's
+    # With one update a step, pi_theta is still pi_old. `detach` makes a constant of it: the
+    # ratio is 1, and its gradient is that of log pi_theta. With several updates, pi_old's
     # log-probs were computed before the first. (The sampler's are rounded differently in
     # bfloat16. In the ratio, that would look like a changed policy.)
     old_logprobs = padded("old_logprobs")
@@ -905,8 +905,8 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
     r"""Train `model` in place. Returns the metrics of all steps, a list of dicts.
 
     `dataset` is a datasets.Dataset or a list of dicts. Each row has a `prompt`, a string or
-    a chat, and what the reward function needs. A real call on a GPU, where the model only
-    has to write the braces after \boxed:
+    a chat, and what the reward function needs. A real call, with two imports of
+    transformers:
 
         model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B").to("cuda")
         tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B")
@@ -934,7 +934,7 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
     done = len(learner.history)
     bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, unit="step")
     for step in bar:
-        # The rate rises linearly, then falls linearly, to 0 one step after the last.
+        # The rate rises, then falls, both linearly. It would be 0 at step `steps` + 1.
         up = step / max(1, config.warmup_steps)
         down = (config.steps + 1 - step) / max(1, config.steps + 1 - config.warmup_steps)
         learner.optimizer.param_groups[0]["lr"] = config.learning_rate * min(up, down)
