@@ -64,7 +64,7 @@ def main():
     """Read the flags, load what they name, and run."""
     config, demo = or_stop(read_flags)
     try:
-        run(config, demo, *or_stop(prepare, config, demo))
+        run(*or_stop(prepare, config, demo), config, demo)
     except KeyboardInterrupt:
         tqdm.write(way_back(Path(demo.output)), file=sys.stderr)
         sys.exit(130)  # what shells report after Ctrl-C
@@ -79,7 +79,7 @@ def or_stop(function, *arguments):
 
 
 def prepare(config, demo):
-    """(model, tokenizer, train_data, test_data). When all are there, make the run's folder."""
+    """(model, tokenizer, train_data, test_data). When all are there, write the settings."""
     if demo.rehearsal:
         print("making a tiny model, and pre-training it on word problems: half a minute")
         torch.set_num_threads(1)  # matrices this small are done before a second thread wakes up
@@ -87,13 +87,11 @@ def prepare(config, demo):
     else:
         data = load_gsm8k(demo.data)
         loaded = (*load_model(demo.model or MODEL), *data)
-    folder = Path(demo.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "settings.json", asdict(config) | asdict(demo))
+    write_json(Path(demo.output, "settings.json"), asdict(config) | asdict(demo))
     return loaded
 
 
-def run(config, demo, model, tokenizer, train_data, test_data):
+def run(model, tokenizer, train_data, test_data, config, demo):
     """Evaluate, train, save, evaluate, and show it. All files go into the folder demo.output."""
     folder = Path(demo.output)
     test_data = test_data[: demo.eval_questions]
@@ -157,7 +155,9 @@ def way_back(folder):
 
 
 def write_json(path, content):
-    """Write a new file, then rename it. So there is a whole file, whatever stops the program."""
+    """Write a new file, then rename it. So there is a whole file, whatever stops the program.
+    Makes the folder, too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".new").write_text(json.dumps(content, indent=2))
     path.with_suffix(".new").replace(path)
 
@@ -354,8 +354,8 @@ def show_group(groups, metrics):
             text = f"{text[:60]} ... {text[-85:]}"
         tqdm.write(f"  reward {c.reward:.1f}  advantage {c.advantage:+.2f}  {text}")
     tqdm.write("  all groups: mean reward {reward_mean:.2f}, {truncated_fraction:.0%} cut off, KL "
-               "{kl:.4f}; {zero_variance_fraction:.0%} have equal rewards\n  and teach nothing; "
-               "sampling {sample_seconds:.2f} s, update {update_seconds:.2f} s".format(**metrics))
+               "{kl:.4f}; {zero_variance_fraction:.0%} of them teach nothing (equal rewards)\n"
+               "  sampling {sample_seconds:.2f} s, update {update_seconds:.2f} s".format(**metrics))
 
 
 def result_line(name, result):
@@ -365,7 +365,7 @@ def result_line(name, result):
         line += ("sampled {sampled_accuracy:.1%} right (95 %: {sampled_interval[0]:.1%} to "
                  "{sampled_interval[1]:.1%}), ")
     line += ("greedy {accuracy:.1%} right (95 %: {interval[0]:.1%} to {interval[1]:.1%}), "
-             "{lenient_accuracy:.1%} with unboxed numbers")
+             "{lenient_accuracy:.1%} if unboxed numbers count")
     return line.format(**result)
 
 

@@ -1581,7 +1581,7 @@ README = Path(grpo.__file__).with_name("README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 def test_what_the_readme_names_exists(base):
-    assert set(re.findall(r"--(\w+)", README)) <= KNOBS.keys() | {"help", "nproc_per_node"}
+    assert set(re.findall(r"--(\w+)", README)) <= KNOBS.keys() | {"help", "nproc_per_node", "seeds"}
     _, figures = train_with("healthy", base, steps=1)
     for cell in re.findall(r"^\| (`[^|]*)", README, re.M):  # of tables of figures and settings
         assert set(re.findall(r"`(\w+)`", cell)) <= KNOBS.keys() | set(figures), cell
