@@ -215,11 +215,11 @@ def k3_kl(logprobs, ref_logprobs):
 #
 # The gradient, with respect to log pi_theta, is 1 - pi_ref/pi_theta. The loss adds beta *
 # k3 and goes downhill, so the first token is pulled back up and the last one back down.
+
 def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
     """KL(pi_theta || pi_ref), estimated per token in four ways: (N, T), (N, T) -> (N, T).
 
-    The names are those of the libraries verl and RLinf. Other names give a ValueError.
-    Below, x means log(pi_theta/pi_ref):
+    The names are verl's and RLinf's. Others give a ValueError. x is log(pi_theta/pi_ref).
 
         "low_var_kl"  k3, the default
         "kl"          k1 = x. Its expected value is the KL, but as a loss it is only noise
@@ -271,7 +271,7 @@ def masked_mean(values, mask, dim=None):
 # The loss is -J, since optimizers minimise. How to average over tokens and completions
 # looks like a detail, but it decides how much a long completion counts.
 def average(per_token, mask, loss_type="grpo", max_completion_length=None):
-    """One number from values (N, T) and a mask (N, T), in one of three ways.
+    """One number from values and mask, (N, T) each, in one of three ways, else ValueError.
 
         "grpo"     mean over completions of the mean over their tokens (the equation J). The
                    longer a wrong completion is, the less each of its tokens is pushed down.
@@ -417,7 +417,7 @@ class GRPOConfig:
             if get_origin(setting.type) is Literal:
                 if value not in get_args(setting.type):
                     raise ValueError(f"{name} is {value!r}, not one of {get_args(setting.type)}")
-            # Any comparison with NaN is False, so this form refuses NaN too.
+            # `<=` and `<` are False for NaN, so this form refuses NaN too.
             elif value is not None and not least.get(name, 0) <= value < math.inf:
                 raise ValueError(f"{name} is {value!r}, below {least.get(name, 0)} or not finite")
 
@@ -905,8 +905,7 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
     r"""Train `model` in place. Returns the metrics of all steps, a list of dicts.
 
     `dataset` is a datasets.Dataset or a list of dicts. Each row has a `prompt`, a string or
-    a chat, and what the reward function needs. A real call, with two imports of
-    transformers:
+    a chat, and what the reward function needs. A real call (with imports of transformers):
 
         model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B").to("cuda")
         tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B")
@@ -1034,7 +1033,7 @@ def open_folder(folder, learner, resume):
 # GRPO's relatives differ from it in a line or two. As settings:
 #
 #   Dr. GRPO   scale_rewards="none", loss_type="dr_grpo", beta=0. Dividing by the std makes
-#              prompts that are almost always or almost never solved count more
+#              very easy and very hard prompts count more
 #   RLOO       as Dr. GRPO, but scale_rewards="rloo": its advantages times G/(G - 1)
 #   REINFORCE  with a baseline: Dr. GRPO with one update a step, so that every ratio is 1
 #   DAPO       loss_type="dapo", beta=0, epsilon_high=0.28 (rare tokens may grow more),
@@ -1052,6 +1051,7 @@ def open_folder(folder, learner, resume):
 # Pasting. `grpo_loss` needs sections 2 to 5 and `import torch`. `rule_reward` needs its two
 # helpers and `import re`. `token_logprobs` needs `forward`, `log_probability` and `import
 # torch.nn.functional as F`. To start a run, see the docstring of `train`.
+
 def overlong_penalty(lengths, max_completion_length, buffer):
     """DAPO's soft penalty (arXiv:2503.14476, equation 13): lengths in tokens (N,) -> (N,).
 
