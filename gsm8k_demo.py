@@ -301,7 +301,7 @@ def evaluate(model, tokenizer, dataset, max_completion_length, temperature=0):
 
         # All evaluations draw with the same seed. `train` seeds each of its steps itself.
         torch.manual_seed(0)
-        texts = sum(in_parts(work, list(dataset), {"prompts": min(256, total)}, "prompts"), [])
+        texts = in_parts(work, list(dataset), {"prompts": min(256, total)}, "prompts")
     pairs = [(text, example["answer"]) for text, example in zip(texts, dataset)]
     accuracy = sum(rule_reward(*pair) == 1.5 for pair in pairs) / total
     lenient = sum(is_right_leniently(*pair) for pair in pairs) / total

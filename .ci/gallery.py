@@ -70,7 +70,8 @@ GALLERY = {
     "sign of KL": {"code": ("-(surrogate - beta * penalty)", "-(surrogate + beta * penalty)")},
     "k3 upside down": {"code": ("(ref_logprobs - logprobs)", "(logprobs - ref_logprobs)")},
     "max for min": {"code": ("torch.min(ratio", "torch.max(ratio"), **FOUR_PASSES},
-    "pi_old anew": {"code": ("padded('old_logprobs')", "logprobs.detach()"), **FOUR_PASSES},
+    "pi_old anew": {"code": ("padded([c.old_logprobs for c in micro_batch])",
+                             "logprobs.detach()"), **FOUR_PASSES},
     # The update
     "micro-batches alike": {"code": ("(loss * share).backward()", "loss.backward()"),
                             "micro_batch_size": 16},
