@@ -7,7 +7,7 @@ arXiv:2501.12948) repeats five moves. The loop, with the functions and sections 
     for step in range(steps):                                                 train        7
         groups = sample_and_grade(...)        moves 1, 2: sample completions, reward each  8, 9
         advantages = group_advantages(...)    move 3: compare each with its group          1
-        write_logprobs(...)                   move 4: log-probs by two older policies      10
+        write_logprobs(...)                   move 4: log-probs by pi_ref (and pi_old)     10
         for mini_batch in mini_batches(...):  move 5: update the weights                   11
             update(learner, mini_batch):
                 logprobs = compute_logprobs(...)                                           10
@@ -15,7 +15,7 @@ arXiv:2501.12948) repeats five moves. The loop, with the functions and sections 
                 loss.backward(), then a step of the optimizer                              11
 
 A *policy*, written pi, is a way to choose the next action. Here the action is a token:
-pi(token | text so far) is the probability that the model gives to it. We need three:
+pi(token | text so far) is the probability that the model gives to it. We need three policies:
 
     pi_theta  the model that is trained. Only this one gets a gradient
     pi_old    the model as it was when it sampled the completions
@@ -48,9 +48,9 @@ frame around a result), and 1.0 more if it is right. The model wrote four comple
 
 To keep the sums small, pretend that 1 and 4 are two tokens long, and 2 and 3 one token.
 
-Shapes: B prompts with G completions each make N = B * G rows. T is the length of the longest
-completion, P that of the longest prompt, V the size of the vocabulary. To save memory, a
-call of the model may get only n of the N rows. Log-probs are logarithms of probabilities.
+Shapes: B prompts with G completions each make N = B * G rows. T and P are the lengths of the
+longest completion and of the longest prompt, and V is the size of the vocabulary. To save
+memory, a call of the model may get only n of the N rows. Log-probs are log-probabilities.
 
 Sections 1 to 5 are the mathematics, 6 the settings, 7 to 11 the loop and its moves, 12 what
 is not GRPO (precision, files, checks), 13 GRPO's relatives. gsm8k_demo.py, beside this file,
@@ -87,10 +87,10 @@ def group_advantages(rewards, scale_rewards="group"):
         "group"  the std of the group
         "none"   1 (Dr. GRPO, section 13)
         "batch"  the std of the rewards of all groups together
-        "rloo"   (G - 1) / G. This makes A_i = R_i - mean of the *other* rewards: section 2
+        "rloo"   (G - 1) / G. This makes A_i = R_i - mean of the *other* rewards (section 2)
 
-    A group of equal rewards (to a millionth) gets exact zeros. NaN and inf give NaN or inf.
-    ValueError for a group of one, and for any other name."""
+    A group of equal rewards (to a millionth) gets exact zeros. NaN and inf stay visible in the
+    result. ValueError for a group of one, and for an unknown `scale_rewards`."""
     G = rewards.shape[-1]
     if G < 2:
         raise ValueError(f"the rewards are {tuple(rewards.shape)}: a group needs two or more")
@@ -127,26 +127,26 @@ def group_advantages(rewards, scale_rewards="group"):
 # average over samples estimates an expected value. So we sample, and average A * grad log
 # pi. A whole completion works like this one token. Its probability is the product of its
 # tokens' probabilities. So its log is a sum, grad log pi is a sum over its tokens, and each
-# of them gets the completion's A. (Section 5 asks whether to take the sum or the mean.)
+# token gets the completion's A. (Section 5 asks whether to take this sum or a mean.)
 #
 # Why a baseline. Subtracting a number b from every reward does not change the expected
 # gradient. The probabilities always sum to 1, so the change is -b * sum(pi * grad log pi) =
 # -b * sum(grad pi) = -b * grad(1) = 0. But the estimate is less noisy if b is near the
-# expected reward. (b must not depend on the draw, and the group's mean contains R_i. But
-# R_i - mean(R) is (G - 1)/G times R_i minus the mean of the *other* rewards, which is a valid
-# b. So only the scale changes.)
+# expected reward. (b must not depend on the draw of R_i, and the group's mean contains R_i.
+# But R_i - mean(R) = (G - 1)/G * (R_i - m), where m is the mean of the *other* rewards, which
+# is a valid b. So only the scale changes.)
 #
 # Why a ratio. The tokens were drawn from pi_old, and after an update pi_theta is another
 # policy. The factor r = pi_theta / pi_old corrects for that: sum(pi_old * r * A) =
 # sum(pi_theta * A). This is importance sampling. pi_old is constant, so grad r =
 # (grad pi_theta) / pi_old = r * grad log pi_theta. At r = 1 the gradient of r * A is A *
-# grad log pi, as above. (The reward depends on all tokens, so the exact factor is the product
-# of all their ratios. PPO uses the token's own ratio instead.)
+# grad log pi, as above. (The exact factor is the product of the ratios of all tokens. PPO
+# approximates it by the token's own ratio, which is good while the ratios are near 1.)
 #
-# Why the clip. Samples from pi_old say little about a policy far from it. So a token gets no
-# gradient any more once its ratio has moved far enough in the right direction: above 1 + eps
-# if A > 0, or below 1 - eps if A < 0. There min(r A, clip(r) A) is clip(r) A, a constant. In
-# the wrong direction there is no limit: the min is r A, and its gradient brings r back.
+# Why the clip. Samples from pi_old say little about a policy far from it. So min(r A, clip(r) A)
+# has no gradient any more once r has moved far enough in the right direction: above 1 + eps if
+# A > 0, or below 1 - eps if A < 0. There it is the constant clip(r) A. In the wrong direction
+# there is no limit: it is r A, whose gradient brings r back. A table below shows the cases.
 def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
     """min(r A, clip(r, 1 - eps, 1 + eps_high) A) per token: r (N, T), A (N,) -> (N, T).
 
@@ -163,16 +163,17 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 # that pi_theta now gives
 #
 #     completion 1: 0.3 and 0.2    2: 0.1    3: 0.3    4: 0.1 and 0.2
+#     ratios     1: 1.5 and 1.0    2: 0.5    3: 1.5    4: 0.5 and 1.0
 #
-# Then the ratios are 1.5 and 1, 0.5, 1.5, and 0.5 and 1. With eps = 0.2, the first four rows
-# are the four cases of the clip. The gradient of r * A with respect to log pi is r * A again:
+# With eps = 0.2, the first four rows are the four cases of the clip. Since r is exp(log pi -
+# log pi_old), the gradient of r * A with respect to log pi is r * A:
 #
 #     A    r             min(r A, clip(r) A)                 gradient with respect to log pi
 #     +1   1.5 (no. 1)   min( 1.5,  1.2) =  1.2  clipped      0    good, already likelier
 #     +1   0.5 (no. 2)   min( 0.5,  0.8) =  0.5  not clipped  0.5  good: bring it back up
 #     -1   1.5 (no. 3)   min(-1.5, -1.2) = -1.5  not clipped -1.5  bad: push it down
 #     -1   0.5 (no. 4)   min(-0.5, -0.8) = -0.8  clipped      0    bad, already rarer
-#     any  1.0           A                       not clipped  A    every token, at first
+#     any  1.0           A                       not clipped  A    all tokens, first update
 #
 # In the first update after a sampling, pi_theta is pi_old. Every ratio is 1 (up to rounding),
 # and the clip does not act. With one update after each sampling (strictly on-policy), it never
@@ -231,19 +232,21 @@ def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
     return estimates[kl_penalty_type]
 
 
-# Which estimate may be a loss? The weights change d, and also which tokens are drawn. Autograd
-# sees only the change of d. So a right value can have a wrong gradient. Let pi be pi_theta.
-# The gradient of the KL itself is grad sum(pi * d) = sum(grad pi * d) + sum(pi * grad d). The
-# first sum is sum(pi * d * grad log pi), the average of d * grad log pi over drawn tokens. The
-# second is sum(pi * grad log pi) = sum(grad pi) = grad(1) = 0. So d * grad log pi is right:
+# Which estimate may be a loss? (Skip this unless you change the setting.) The weights change
+# d = log(pi_theta/pi_ref), and they change which tokens are drawn. Autograd sees only the first,
+# so a right value can have a wrong gradient. With pi for pi_theta, grad d is grad log pi, since
+# pi_ref is constant. The gradient of the KL itself has two parts, grad sum(pi * d) =
 #
-#     estimate         right value?   right gradient? Autograd gives, per token,
-#     k1 = d           yes            no: grad log pi, and its average is 0, as above
+#     sum(grad pi * d)   = sum(pi * d * grad log pi), the average of d * grad log pi
+#     + sum(pi * grad d) = sum(pi * grad log pi) = sum(grad pi) = grad(1) = 0
+#
+#     estimate         right value?   right gradient? The gradient of the estimate is
+#     k1 = d           yes            no: grad log pi. On average this is 0, as in the second part
 #     k2 = d^2 / 2     no             yes: d * grad log pi
-#     k3               yes            nearly: (1 - e^-d) * grad log pi, as k3 = e^-d - 1 + d
-#     r * k3           yes            yes: r * (k3 + 1 - e^-d) * grad log pi, and k3 + 1 - e^-d = d
+#     k3               yes            nearly: (1 - e^-d) * grad log pi; 1 - e^-d is about d
+#     r * k3           yes            yes: r * d * grad log pi, since k3 = e^-d - 1 + d
 #
-# The last is the setting `use_bias_correction_kl`. Its r corrects for tokens drawn from pi_old.
+# r * k3 is the setting `use_bias_correction_kl`. Its r corrects for tokens drawn from pi_old.
 
 
 # ---- 4. The masked mean: padding is not data ---------------------------------------------
@@ -256,8 +259,8 @@ def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
 def masked_mean(values, mask, dim=None):
     """Mean of `values` where `mask` (bool, int or float) is set, or 0 if it is nowhere set.
 
-    Over all positions, or over `dim`. The mask expands to the shape of `values`. Masked
-    values, even NaN, change neither the result nor its gradient with respect to `values`."""
+    It averages over all positions, or over `dim`. The mask expands to the shape of `values`.
+    Masked values, even NaN, change neither the result nor the gradient for `values`."""
     mask = mask.bool().expand_as(values)
     return torch.where(mask, values, 0.0).sum(dim=dim) / mask.sum(dim=dim).clamp(min=1)
 
@@ -272,8 +275,8 @@ def average(per_token, mask, loss_type="grpo", max_completion_length=None):
                    longer a wrong completion is, the less each of its tokens is pushed down.
                    So wrong completions tend to grow
         "dapo"     mean over all tokens (arXiv:2503.14476). Each token counts the same
-        "dr_grpo"  sum over all tokens, divided by N * max_completion_length, which does not
-                   depend on what was sampled (arXiv:2503.20783). ValueError for other names"""
+        "dr_grpo"  sum over all tokens, divided by N * max_completion_length. This divisor is
+                   the same for all samples (arXiv:2503.20783). ValueError for other names"""
     if loss_type == "grpo":
         return masked_mean(per_token, mask, dim=1).mean()
     if loss_type == "dapo":
@@ -287,7 +290,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
               epsilon_high=None, beta=0.04, loss_type="grpo", max_completion_length=None,
               kl_penalty_type="low_var_kl", importance_sampling_level="token",
               use_bias_correction_kl=False):
-    """-J over N completions, as in the equation at the top. Returns (loss, metrics).
+    """-J over N completions: by default, the equation at the top. Returns (loss, metrics).
 
     Log-probs of pi_theta, pi_old and pi_ref, (N, T) each; pi_ref's may be None at beta=0.
     Advantages (N,). The mask (N, T) is set on real tokens; masked positions affect neither
@@ -309,11 +312,10 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     logprobs = logprobs.masked_fill(~mask, 0.0)
     old_logprobs = old_logprobs.masked_fill(~mask, 0.0).detach()  # pi_old, pi_ref: constants
     ref_logprobs = ref_logprobs.masked_fill(~mask, 0.0).detach()
-
     # Logs are subtracted, because a small probability, say e^-200, would be 0 in float32.
     log_ratio = logprobs - old_logprobs  # (N, T)
     if importance_sampling_level == "sequence":
-        # GSPO (section 13): all tokens of a completion share one ratio, exp of their mean.
+        # GSPO (section 13): all tokens of a completion share one: exp of the mean.
         log_ratio = masked_mean(log_ratio, mask, dim=1).unsqueeze(1).expand_as(log_ratio)
     elif importance_sampling_level != "token":
         raise ValueError(f"importance_sampling_level {importance_sampling_level!r}: token/sequence")
@@ -324,7 +326,6 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     penalty = ratio * kl if use_bias_correction_kl else kl  # (N, T)
     per_token = -(surrogate - beta * penalty)  # (N, T)
     loss = average(per_token, mask, loss_type, max_completion_length)
-
     clipped = surrogate < ratio * advantages.unsqueeze(1)  # (N, T) the min took the clipped one
     return loss, {"loss": loss.item(), "kl": masked_mean(kl, mask).item(),
                   "clip_fraction": masked_mean(clipped, mask).item(),
@@ -343,11 +344,11 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
 #                loss = 0.8 / 4 + 0.04 * 0.5685 / 4 = 0.2 + 0.0057 = 0.2057
 #     "dapo"     sums over all 6 tokens: surrogate -0.6, k3 0.7580
 #                loss = 0.6 / 6 + 0.04 * 0.7580 / 6 = 0.1 + 0.0051 = 0.1051
-#     "dr_grpo"  the same sums, over 4 completions * max_completion_length, say 4
+#     "dr_grpo"  sums -0.6 and 0.7580, over 4 completions * max_completion_length, say 4
 #                loss = (0.6 + 0.04 * 0.7580) / 16 = 0.0394
 #
 # The gradient of the "grpo" loss at the token of completion 2: the surrogate gives 0.5 and
-# the KL 1 - pi_ref/pi_theta = 1 - 2 = -1, so it is -(0.5 - 0.04 * (-1)) / 4 = -0.135. Descent
+# the KL 1 - pi_ref/pi_theta = 1 - 2 = -1, so it is (-0.5 + 0.04 * (-1)) / 4 = -0.135. Descent
 # makes the token likelier, as it should. At the first token of completion 1 the clip leaves
 # only the KL: 0.04 * (1 - 2/3) / 2 tokens / 4 completions = 0.0017. It makes the token rarer.
 #
@@ -373,7 +374,7 @@ class GRPOConfig:
     num_generations: int = knob(8, "G, completions of each prompt; 4 is few, 16 is comfortable")
     prompts_per_step: int = knob(32, "B, prompts in a step")
     max_completion_length: int = knob(512, "tokens at which a completion is cut off")
-    temperature: float = knob(1.0, "of sampling and log-probs; a lower one explores less")
+    temperature: float = knob(1.0, "divides the logits; a lower one explores less")
     # The loss, sections 1 to 5.
     beta: float = knob(0.04, "weight of the KL penalty; 0: none, and no reference in memory")
     epsilon: float = knob(0.2, "how far the ratio may fall below 1 before the clip acts")
@@ -382,9 +383,9 @@ class GRPOConfig:
     scale_rewards: Literal["group", "none", "batch", "rloo"] = knob("group", "advantages' divisor")
     # The relatives, sections 3 and 13.
     kl_penalty_type: Literal["low_var_kl", "kl", "mse", "abs"] = knob("low_var_kl", "KL estimate")
-    use_bias_correction_kl: bool = knob(False, "multiply the KL by the ratio, as TRL does")
+    use_bias_correction_kl: bool = knob(False, "multiply the KL by the ratio, as TRL 1.16 does")
     importance_sampling_level: Literal["token", "sequence"] = knob("token", "sequence: GSPO")
-    dynamic_sampling: int = knob(0, "how often groups of equal rewards are replaced by new ones")
+    dynamic_sampling: int = knob(0, "up to how many times groups of equal rewards are replaced")
     # The update, section 11.
     steps: int = knob(300, "steps of sampling and learning")
     num_iterations: int = knob(1, "passes over the completions of a step")
@@ -413,7 +414,7 @@ class Completion:
     example: dict  # the row of the data set: the prompt, and what the reward function needs
     prompt_ids: list  # the tokens of the prompt
     ids: list = field(default_factory=list)  # the L sampled tokens. The loss is about these
-    text: str = ""  # the ids as text. To encode it may give other ids, which nobody sampled
+    text: str = ""  # the ids as text. Encoding this text again can give different ids
     truncated: bool = True  # cut off at max_completion_length, before an end token came
     sampler_logprobs: torch.Tensor | list = field(default_factory=list)  # (L,), only logged
     reward: float = 0.0
@@ -430,7 +431,7 @@ class Learner:
     tokenizer: object
     reference: torch.nn.Module | None  # pi_ref; None at beta = 0
     parameters: list  # the model's trained weights, on most GPUs in bfloat16
-    masters: list  # the same in float32, for the optimizer: bfloat16 would lose small updates
+    masters: list  # their float32 copies, for the optimizer: bfloat16 would lose small updates
     start: list  # a few weights from before training, to recognise the model on resume
     optimizer: torch.optim.Optimizer
     at_once: dict  # how many "prompts" and "completions" at once; halved if memory runs out
@@ -506,7 +507,7 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
 
         metrics = {"step": step, "learning_rate": rate, "examples_seen": learner.examples_seen,
                    "sample_seconds": sampled - started,
-                   "update_seconds": time.perf_counter() - sampled} | metrics_of(groups, updates)
+                   "update_seconds": time.perf_counter() - sampled, **metrics_of(groups, updates)}
         bar.set_postfix_str(f"reward {metrics['reward_mean']:.2f}")
         learner.history.append(metrics)
         learner.groups = groups
@@ -523,10 +524,10 @@ def metrics_of(groups, updates):
     rewards = rewards_of(groups)  # (B, G)
     completions = sum(groups, [])
     tokens = sum(len(c.ids) for c in completions)
-    # An update is a pair: the metrics of its micro-batches, and the gradient's norm (or None).
+    # An update is (metrics of its micro-batches, with the loss times their share; norm or None).
     norms = [norm for _, norm in updates if norm is not None]
     parts = [part for micro_batches, _ in updates for part in micro_batches]
-    made = max(1, len(norms))  # updates that were not skipped
+    made = max(1, len(norms))
     metrics = {
         "reward_mean": rewards.mean().item(),
         "reward_std": rewards.std(dim=1, correction=0).mean().item(),  # of the groups' stds
@@ -540,7 +541,7 @@ def metrics_of(groups, updates):
         "skipped_updates": len(updates) - len(norms),
         "ratio_max": max((part["ratio_max"] for part in parts), default=0.0)}
     # Means over the computed tokens. At beta = 0, completions with advantage 0 are not computed.
-    # A kl that stays above 1, and a ratio_max in the hundreds, say that the policy runs away.
+    # A kl that stays above 1 says that the policy runs away. (sampler_gap: section 8.)
     computed = max(1, sum(part["tokens"] for part in parts))
     for name in ("kl", "clip_fraction", "sampler_gap"):
         metrics[name] = sum(part[name] * part["tokens"] for part in parts) / computed
@@ -554,7 +555,7 @@ def rewards_of(groups):
 
 def rewards_differ(group):
     """Whether the rewards of a group differ. If not, its advantages are 0, and teach nothing."""
-    return group_advantages(rewards_of([group])).any()
+    return group_advantages(rewards_of([group])).any()  # differ by more than a millionth
 
 
 # ---- 8. Sampling: move 1 -----------------------------------------------------------------
@@ -566,9 +567,9 @@ def rewards_differ(group):
 # whose log-probs go into the ratio. The loop below draws from softmax(logits / temperature).
 # It also keeps the log-prob of each draw. Section 10 computes these log-probs again. The mean
 # absolute difference is logged as sampler_gap: about 1e-6 in float32, and a few hundredths at
-# most in bfloat16, where both are rounded. If it is larger, sampling and section 10 do not
-# have the same temperature, mask or positions. (The ratio cannot show this, because both of
-# its parts come from section 10.)
+# most in bfloat16, where sampling and section 10 round differently. If it is larger, they do
+# not have the same temperature, mask or positions. (The ratio cannot show this, because both
+# of its parts come from section 10.)
 def sample_and_grade(learner, stream, reward_fn):
     """B groups of G completions with rewards, for the next examples of the stream."""
     config = learner.config
@@ -579,7 +580,7 @@ def sample_and_grade(learner, stream, reward_fn):
 
     groups = []
     for _ in range(1 + config.dynamic_sampling):  # one round by default
-        # Drop the groups that teach nothing, and sample new ones. Those of the last round stay.
+        # From round 2 on: replace the groups that teach nothing. The last new ones all stay.
         groups = [group for group in groups if rewards_differ(group)]
         examples = [next(stream) for _ in range(config.prompts_per_step - len(groups))]
         if not examples:
@@ -597,7 +598,7 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
                   temperature=1.0):
     """G = `num_generations` completions for each of B examples: B lists of G `Completion`.
 
-    Examples are dicts with a "prompt": a string, or a chat (a list of messages with role
+    Examples are dicts with a "prompt", which is a string or a chat (a list of messages with role
     and content). A completion ends with the first end token, or is cut off at the limit.
     Temperature 0 takes the likeliest token each time, with its log-prob at temperature 1.
     Reproducible under torch.manual_seed. Leaves the model in eval mode, also for the update:
@@ -620,12 +621,12 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
     # Copy each row G times: new row i is old row rows[i]. (This works for recurrent layers, too.)
     rows = torch.arange(len(prompts), device=model.device).repeat_interleave(G)  # 0, 0, ... 1, 1
     cache.reorder_cache(rows)
-    logits, mask = out.logits[rows, -1], mask[rows]  # (N, V), (N, P)
+    logits, mask = out.logits[:, -1][rows], mask[rows]  # (N, V), (N, P)
 
     # N completions without a token yet. They count as truncated until their end token comes.
     completions = [Completion(example, prompt_ids)
                    for example, prompt_ids in zip(examples, prompts) for _ in range(G)]
-    live = completions  # the n that have not ended. Row i of logits, mask and cache is live[i]'s
+    live = completions  # the n that have not ended: row i of logits, mask, cache is for live[i]
     for t in range(max_completion_length):
         tokens = draw_tokens(logits, temperature)  # (n,)
         logprobs = log_probability(logits, tokens, temperature if temperature > 0 else 1.0)  # (n,)
@@ -641,7 +642,7 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
             rows = torch.tensor(going_on, device=model.device)
             tokens, mask = tokens[rows], mask[rows]
             cache.reorder_cache(rows)
-        mask = F.pad(mask, (0, 1), value=1)  # (n, P+t+1): the tokens just drawn are read next
+        mask = F.pad(mask, (0, 1), value=1)  # (n, P+t+1): a column for `tokens`, read next
         out = forward(model, tokens.unsqueeze(1), mask, past_key_values=cache, use_cache=True)
         logits = out.logits[:, -1]  # (n, V)
     for completion in completions:
@@ -695,16 +696,16 @@ def end_token_ids(model, tokenizer):
 # The logits of a column predict the token of the next: columns 2 to 4 give the log-probs.
 def pad_rows(rows, side, device):
     """n lists of token ids -> ids (n, longest), and the mask (n, longest) of real ones."""
-    # The padding is -1 until the mask is made. Some models pad with the end token. For them,
-    # `ids != pad_token_id` would also mask the real end, and they would not learn to stop.
+    # The padding is -1, and becomes 0 when the mask has been made. Some models pad with the end
+    # token. `ids != pad_token_id` would mask the real end, and they would not learn to stop.
     rows = [torch.tensor(row) for row in rows]
     ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side=side).to(device)
     return ids.clamp(min=0), (ids >= 0).long()
 
 
 def forward(model, ids, mask, **more):
-    """Run the model on `ids`. Columns before them are in the cache. `mask` covers both."""
-    # Positions count the real tokens from 0. With learned positions, padding must not count.
+    """Run the model on `ids`. The cache holds earlier columns. `mask` is for all columns."""
+    # Count the real tokens from 0. Models that learn a vector per position need it so.
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)  # the shape of the mask
     # One of PyTorch's ways to compute attention, cuDNN's, is switched off: with masks it has
     # given NaN gradients on an H100 (pytorch#196678), and it starts slowly for each new length.
@@ -721,23 +722,23 @@ def log_probability(logits, ids, temperature=1.0):
     """log softmax(logits / temperature) at the given tokens: (..., V), (...) -> (...)."""
     # In float32, because log_softmax in bfloat16 is off by hundredths.
     logprobs = (logits.float() / temperature).log_softmax(dim=-1)  # (..., V)
-    return logprobs.gather(-1, ids.unsqueeze(-1)).squeeze(-1)  # of each row the entry at its id
+    return logprobs.gather(-1, ids.unsqueeze(-1)).squeeze(-1)  # picks the entry of each id
 
 
 def in_parts(work, items, at_once, unit):
     """Call work(part) on parts of at_once[unit] items, and join the lists that it returns.
 
-    If CUDA's memory runs out, at_once[unit] is halved for the rest of the run, and the part
-    is done again. Beside some 20 bytes a weight, memory holds the cache in sampling (rows *
-    columns * layers), and in the update the values of all layers and the logits (n * T * V). If
-    it is too small: a lower num_generations or max_completion_length, beta=0, a smaller model."""
+    If CUDA's memory runs out, at_once[unit] is halved for the rest of the run, and it goes on
+    from the part that failed. Beside some 20 bytes a weight, memory holds the cache in sampling
+    (rows * columns * layers), in the update the values of all layers and the logits (n * T * V).
+    If it is too small, lower num_generations or max_completion_length, or set beta=0."""
     results = []
     while items:
         part = items[: at_once[unit]]
         try:
             results += work(part)
             items = items[len(part) :]
-        except torch.OutOfMemoryError:  # it holds the part's tensors until this block ends
+        except torch.OutOfMemoryError:  # the error keeps the part's tensors until this block ends
             if at_once[unit] == 1:
                 raise
             at_once[unit] //= 2
@@ -806,8 +807,8 @@ def grade(reward_fn, completions):
 
     TRL calls it in this way too (with more arguments), so a function with **columns fits
     both. Each argument is a list with a value for each completion, a copy. `columns` are the
-    other columns of the data. If the prompt is a string, so is the completion; if a chat, a
-    chat of one message. ValueError if the rewards are not N finite numbers."""
+    other columns of the data. For a string prompt, the completion is a string. For a chat, it
+    is a chat of one message. ValueError if the rewards are not N finite numbers."""
     rows = [completion.example for completion in completions]
     given = {name: [row[name] for row in rows] for name in rows[0]}
     given["prompts"] = given.pop("prompt")
@@ -815,7 +816,7 @@ def grade(reward_fn, completions):
     given["completions"] = [c.text if isinstance(c.example["prompt"], str)
                             else [{"role": "assistant", "content": c.text}] for c in completions]
     rewards = reward_fn(**copy.deepcopy(given))
-    count = len(rewards) if hasattr(rewards, "__len__") else repr(rewards)  # never equal to an int
+    count = len(rewards) if hasattr(rewards, "__len__") else repr(rewards)  # not N
     if count != len(rows):
         raise ValueError(f"the reward function returned {count} and not {len(rows)} numbers")
     for completion, reward in zip(completions, rewards):
@@ -863,10 +864,10 @@ def token_logprobs(model, input_ids, attention_mask, completion_length, temperat
 # ---- 11. The update: move 5 --------------------------------------------------------------
 # An update is a step of the optimizer, with the gradient of the loss over a mini-batch. A
 # mini-batch rarely fits into memory. So the gradients of its micro-batches are added up. The
-# loss is a mean, so each counts by its share of the mini-batch: a mean over 4 completions is
-# 3/4 of the mean over the first three, plus 1/4 of the last.
+# loss is a mean, so each micro-batch counts by its share: a mean over 4 completions is 3/4 of
+# the mean over the first three, plus 1/4 of the last.
 def mini_batches(completions, config):
-    """Each pass has every completion once, in a new random order, cut into mini-batches."""
+    """In each pass, every completion is in one of the mini-batches, at random."""
     for _ in range(config.num_iterations):
         order = torch.randperm(len(completions))
         for places in order.tensor_split(config.num_mini_batches):  # into nearly equal parts
@@ -875,11 +876,10 @@ def mini_batches(completions, config):
 
 
 def update(learner, mini_batch):
-    """Make an update. Returns the metrics of its micro-batches, and the norm of the gradient.
-    If no completion is useful, it returns [] and 0, if the norm is not finite, [] and None,
-    and the weights do not change."""
+    """Make an update. Returns the metrics of its micro-batches, and the norm of the gradient. It
+    returns ([], 0.0) if no completion is useful, ([], None) if the norm is not finite: no step."""
     config = learner.config
-    # Without KL, a completion with advantage 0 has no gradient. It only counts in the divisor.
+    # Without KL, a completion with advantage 0 has no gradient. It only counts in len(mini_batch).
     useful = [c for c in mini_batch if c.advantage != 0 or config.beta > 0]
     if not useful:
         return [], 0.0  # no step: AdamW's momentum would move the weights without a gradient
@@ -911,8 +911,8 @@ def add_gradients(learner, micro_batch, mini_batch):
 
     def padded(rows):  # n tensors (L,) -> (n, T)
         return pad_sequence(rows, batch_first=True).to(mask.device)
-    # With one update a step, pi_theta is still pi_old. The ratio is exp(x - x.detach()), that is
-    # 1, with the gradient of x. With several, move 4 has stored pi_old's log-probs. (Not the
+    # With one update a step, pi_theta is still pi_old. exp(logprobs - logprobs.detach()) is 1, and
+    # its gradient that of logprobs: section 2. With several, move 4 has stored pi_old's. (Not the
     # sampler's: in bfloat16 they are rounded differently, and the ratio would not begin at 1.)
     old_logprobs = logprobs.detach()  # (n, T)
     if micro_batch[0].old_logprobs is not None:
@@ -931,7 +931,7 @@ def add_gradients(learner, micro_batch, mini_batch):
     metrics["sampler_gap"] = masked_mean(gap, mask).item()
     metrics["tokens"] = int(mask.sum())
     share = len(micro_batch) / len(mini_batch)
-    if config.loss_type == "dapo":  # which is a mean over tokens
+    if config.loss_type == "dapo":  # a mean over tokens, so it is a share of the tokens
         share = metrics["tokens"] / sum(len(completion.ids) for completion in mini_batch)
     metrics["loss"] *= share
     (loss * share).backward()
@@ -958,9 +958,8 @@ def make_learner(model, tokenizer, config):
         if not parameter.is_floating_point() or parameter.element_size() < 2:
             raise ValueError(f"{name} is {parameter.dtype}: load the model without quantization")
         master = parameter.detach().float()
-        # Only parameters are cast. `model.bfloat16()` would also round the constants of the
-        # rotary positions, and late positions would be wrong.
-        parameter.data = master.bfloat16() if in_bf16 else master  # in float32: one tensor
+        # Not model.bfloat16(): it would also round the constants of the rotary positions.
+        parameter.data = master.bfloat16() if in_bf16 else master  # float32: the same memory
         if parameter.requires_grad:
             parameters.append(parameter)
             masters.append(master)
@@ -1004,8 +1003,9 @@ def save_run(folder, learner):
         try:
             torch.save(saved, new)
             new.replace(folder / "checkpoint.pt")  # never half a file
-        finally:
-            new.unlink(missing_ok=True)  # if the disk is full
+        except RuntimeError:
+            new.unlink()
+            raise OSError(f"{new} cannot be written: is the disk full?")
 
 
 def open_folder(folder, learner, resume):
@@ -1022,8 +1022,8 @@ def open_folder(folder, learner, resume):
     try:
         saved = torch.load(path, map_location="cpu")
         settings = saved["settings"]
-    except Exception as error:
-        raise ValueError(f"{path} is damaged. Delete it to start at step 1") from error
+    except Exception:
+        raise ValueError(f"{path} is damaged. Delete it to start at step 1")
     for name, there in settings.items():
         here = getattr(learner.config, name)
         if here != there and name not in ("steps", "save_steps", "micro_batch_size"):
@@ -1047,7 +1047,7 @@ def check_data(dataset, reward_fn):
     if not len(dataset):
         raise ValueError("the data set is empty")
     taken = {"prompts", "completions", "completion_ids"}
-    for row in (dataset if isinstance(dataset, list) else [dataset[0]]):  # a Dataset's are alike
+    for row in (dataset if isinstance(dataset, list) else [dataset[0]]):  # Dataset: all alike
         if row.keys() != dataset[0].keys() or "prompt" not in row or taken & row.keys():
             raise ValueError(f"a row has the columns {list(row)}. All rows need the same ones, a "
                              f"prompt among them, and none of {sorted(taken)}")
@@ -1086,8 +1086,8 @@ def check_settings(config):
 # ---- 13. The relatives, and the apples ---------------------------------------------------
 # GRPO's relatives, as settings:
 #
-#   Dr. GRPO   scale_rewards="none", loss_type="dr_grpo", beta=0. It avoids the std, which makes
-#              very easy and very hard prompts count more
+#   Dr. GRPO   scale_rewards="none", loss_type="dr_grpo", beta=0. The std would make very easy
+#              and very hard prompts count more, so it is left out
 #   RLOO       REINFORCE Leave One Out: as Dr. GRPO, but scale_rewards="rloo" (advantages times
 #              G/(G - 1)), with one update a step, since RLOO has no clip
 #   REINFORCE  with a baseline: Dr. GRPO with one update a step, so that every ratio is 1

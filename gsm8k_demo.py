@@ -19,12 +19,13 @@ import random
 import re
 import shlex
 import sys
+import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import dataclass
 from itertools import product
 from operator import add, mul, sub
 from pathlib import Path
-from typing import Optional
 
 import torch
 from datasets import load_dataset
@@ -38,8 +39,7 @@ from grpo import (GRPOConfig, encode_prompt, in_parts, knob, masked_mean, pad_ro
 
 # The real run takes GRPOConfig's defaults, which follow published runs. verl's baseline
 # trains this model on this data at a learning rate of 1e-6: from 36 % to 46 % in 39 steps,
-# to 53 % in 99. Most of the gain comes early, so 300 steps are plenty. A cap of 256 tokens
-# instead of 512 would cut off more than half of the completions, and these earn nothing.
+# to 53 % in 99. Most of the gain comes early, so 300 steps are plenty.
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 SYSTEM_PROMPT = "Solve the problem step by step, and put only the final number into \\boxed{}."
 
@@ -48,12 +48,12 @@ SYSTEM_PROMPT = "Solve the problem step by step, and put only the final number i
 class DemoConfig:
     """What this script does. How it trains is in GRPOConfig. Every field of both is a flag."""
 
-    model: Optional[str] = knob(None, f"model with a chat template, or a folder; {MODEL} if None")
-    data: Optional[str] = knob(None, "folder with GSM8K's train.jsonl and test.jsonl; hub if None")
+    model: str | None = knob(None, f"model with a chat template, or a folder; {MODEL} if None")
+    data: str | None = knob(None, "folder with GSM8K's train.jsonl and test.jsonl; hub if None")
     rehearsal: bool = knob(False, "a tiny model on made-up problems, offline, in about a minute")
-    output: Optional[str] = knob(None, "folder of the run, a new one in runs/ if None")
+    output: str | None = knob(None, "folder of the run, a new one in runs/ if None")
     resume: bool = knob(False, "go on with the run in --output, with its settings")
-    eval_questions: Optional[int] = knob(None, "test questions to evaluate on, all if None")
+    eval_questions: int | None = knob(None, "test questions to evaluate on, all if None")
     eval_every: int = knob(0, "steps between evaluations; 0: only before and after the training")
     show_steps: int = knob(10, "steps between groups shown, besides 1, 2, 4 ... 32; 0: show none")
 
@@ -61,34 +61,37 @@ class DemoConfig:
 # ---- The run -----------------------------------------------------------------------------
 
 def main():
-    """Read the flags, load what they name, and run."""
-    config, demo = or_stop(read_flags)
+    """Read the flags, load what they name, and run. What goes wrong is said in one line."""
+    demo = None
     try:
-        run(*or_stop(prepare, config, demo), config, demo)
+        config, demo = read_flags()
+        model, tokenizer, train_data, test_data = load(config, demo)
+        run(model, tokenizer, train_data, test_data, config, demo)
+    except (OSError, ValueError) as error:
+        sys.exit("stopped: " + " ".join(str(error).split()))
     except KeyboardInterrupt:
-        tqdm.write(way_back(Path(demo.output)), file=sys.stderr)
+        said = "interrupted before anything was written"
+        if demo and Path(demo.output, "settings.json").exists():
+            said = f"interrupted. To go on: {resume_command(demo.output)}"
+        print(said, file=sys.stderr)
         sys.exit(130)  # what shells report after Ctrl-C
 
 
-def or_stop(function, *arguments):
-    """Call a function. Wrong flags, files and networks end in one line, without a traceback."""
-    try:
-        return function(*arguments)
-    except (OSError, ValueError) as error:
-        sys.exit("stopped: " + " ".join(str(error).split()))
-
-
-def prepare(config, demo):
+def load(config, demo):
     """(model, tokenizer, train_data, test_data). When all are there, write the settings."""
     if demo.rehearsal:
         print("making a tiny model, and pre-training it on word problems: half a minute")
         torch.set_num_threads(1)  # matrices this small are done before a second thread wakes up
-        loaded = rehearsal(config.seed)
+        model, tokenizer, train_data, test_data = rehearsal(config.seed)
     else:
-        data = load_gsm8k(demo.data)
-        loaded = (*load_model(demo.model or MODEL), *data)
-    write_json(Path(demo.output, "settings.json"), asdict(config) | asdict(demo))
-    return loaded
+        train_data, test_data = load_gsm8k(demo.data)
+        model, tokenizer = load_model(demo.model or MODEL)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context and config.max_completion_length >= context:
+        raise ValueError(f"max_completion_length is {config.max_completion_length}, and the "
+                         f"model's context, which has to hold the prompt as well, {context}")
+    write_json(Path(demo.output, "settings.json"), vars(config) | vars(demo))
+    return model, tokenizer, train_data, test_data
 
 
 def run(model, tokenizer, train_data, test_data, config, demo):
@@ -99,8 +102,9 @@ def run(model, tokenizer, train_data, test_data, config, demo):
           f"examples to learn from, {len(test_data)} to be tested on\nThe run is kept in {folder}. "
           f"If it is interrupted, this goes on with it:\n    {resume_command(folder)}")
     path = folder / "results.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
+    results = read_json(path) if path.exists() else {}
     results.pop("after", None)  # a finished run that is resumed may be trained further
+    gaps = []  # sampler_gap of each step
 
     def judge(name):
         results[name] = evaluate(model, tokenizer, test_data, config.max_completion_length)
@@ -110,14 +114,15 @@ def run(model, tokenizer, train_data, test_data, config, demo):
             results[name]["sampled_accuracy"] = sampled["accuracy"]
             results[name]["sampled_interval"] = sampled["interval"]
         write_json(path, results)
-        tqdm.write(result_line(name, results[name]))
+        tqdm.write(result_lines(name, results[name]))
 
     def after_step(learner):
         metrics = learner.history[-1]
         step = metrics["step"]
-        if step == 1 and not metrics["sampler_gap"] < 0.1:  # `not`, so that NaN is found, too
-            tqdm.write("warning: the log-probs of sampling and of training differ by {sampler_gap:"
-                       ".3f} a token, so what is learned is noise".format(**metrics))
+        if not metrics["sampler_gap"] < 0.1 and max(gaps, default=0) < 0.1:  # NaN is found, too
+            tqdm.write(f"warning: the log-probs of sampling and of training differ by "
+                       f"{metrics['sampler_gap']:.3f}\na token, so what is learned is noise")
+        gaps.append(metrics["sampler_gap"])
         # The first steps change most, so more groups are shown there.
         if demo.show_steps and (step in (1, 2, 4, 8, 16, 32) or step % demo.show_steps == 0):
             show_group(learner.groups, metrics)
@@ -125,41 +130,37 @@ def run(model, tokenizer, train_data, test_data, config, demo):
             judge(f"step {step}")
 
     # This comes before `train`, which loads the weights of a checkpoint into the model.
-    if "before" not in results:
+    if len(results.get("before", {})) < 5:  # `evaluate` gives five figures
         judge("before")
     history = train(model, tokenizer, train_data, boxed_reward, config, folder, demo.resume,
                     after_step)
+    if not gaps:
+        print(f"nothing was left to train: the run has {len(history)} steps")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     judge("after")
-    print(f"the model and all figures are in {folder}")
-    show_end(test_data, results, history, demo.rehearsal)
+    show_end(folder, test_data, results, history, demo.rehearsal)
 
 
 def resume_command(folder):
     """The command that goes on with the run in that folder, to be copied into a shell."""
-    script = shlex.quote(sys.argv[0])
-    return f"python {script} --output {shlex.quote(str(folder))} --resume"
+    return f"python {sys.argv[0]} --output {shlex.quote(str(folder))} --resume"
 
 
-def way_back(folder):
-    """One line that says what an interrupted run has kept, and how to go on with it."""
-    if not (folder / "settings.json").exists():
-        return "interrupted before anything was written"
-    kept = "no checkpoint was saved yet"
-    if (folder / "checkpoint.pt").exists():
-        # mmap leaves the weights, which may be gigabytes, on the disk.
-        saved = torch.load(folder / "checkpoint.pt", "cpu", weights_only=True, mmap=True)
-        kept = f"the checkpoint of step {len(saved['history'])} is kept"
-    return f"interrupted; {kept}. To go on: {resume_command(folder)}"
+def read_json(path):
+    """The object in a JSON file. ValueError, with the name of the file, if it has none."""
+    try:
+        return json.loads(path.read_text()) | {}
+    except (ValueError, TypeError):
+        raise ValueError(f"{path} is damaged: it holds no JSON object")
 
 
 def write_json(path, content):
-    """Write a new file, then rename it. So there is a whole file, whatever stops the program.
-    Makes the folder, too."""
+    """Write a new file, in a folder that may be new, and rename it: never half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".new").write_text(json.dumps(content, indent=2))
-    path.with_suffix(".new").replace(path)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(content, indent=2))
+    new.replace(path)
 
 
 # ---- From the command line ---------------------------------------------------------------
@@ -173,39 +174,52 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """--help shows each flag's default, and keeps the lines of the description."""
 
 
+class Parser(HfArgumentParser):
+    """Makes a flag of each field of the dataclasses. Wrong flags are a ValueError."""
+
+    def error(self, message):
+        raise ValueError(f"{message} (--help shows all flags)")
+
+
 def read_flags():
-    """(GRPOConfig, DemoConfig): what was typed, and for the rest the settings of the resumed run,
-    or the rehearsal's, or the defaults. ValueError if they do not fit. Writes nothing."""
-    parser = HfArgumentParser((GRPOConfig, DemoConfig), description=__doc__,
-                              formatter_class=HelpFormatter)
-    _, demo = parser.parse_args_into_dataclasses()
-    folder = Path(demo.output or time.strftime("runs/%Y%m%d-%H%M%S"))
+    """(GRPOConfig, DemoConfig). A setting is what was typed, else what the resumed run has, else
+    the rehearsal's, else the default. ValueError or OSError for what cannot be. Writes nothing."""
+    parser = Parser((GRPOConfig, DemoConfig), description=__doc__, formatter_class=HelpFormatter,
+                    allow_abbrev=False)
+    typed = parser.parse_args()
+    folder = Path(typed.output or time.strftime("runs/%Y%m%d-%H%M%S"))
     saved = {}
-    if (demo.eval_questions or 0) < 0:
-        raise ValueError(f"eval_questions is {demo.eval_questions}, and must be 0 or more")
-    if demo.resume:
+    if typed.resume:
         if not (folder / "settings.json").exists():
             raise ValueError(f"no run to go on with in {folder}: --output must name its folder")
-        saved = json.loads((folder / "settings.json").read_text())
-    elif folder.is_file() or any(folder.glob("*.json*")):
-        raise ValueError(f"{folder} is a file or holds a run: name another --output, or --resume")
-    elif not (demo.rehearsal or demo.model or demo.data or torch.cuda.is_available()):
-        print("no CUDA GPU here, so this is the rehearsal: a tiny model that learns on the CPU. "
+        saved = read_json(folder / "settings.json")
+    elif folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} holds a run or other files: name another --output, or --resume")
+    elif not (typed.rehearsal or typed.model or typed.data or torch.cuda.is_available()):
+        print("no CUDA GPU here, so this is the rehearsal: a tiny model that learns on the CPU.\n"
               f"The real run, which is far too much for a CPU: --model {MODEL}")
-        demo.rehearsal = True
-    # The flags are read again, with these defaults. What was typed wins over them.
-    if demo.rehearsal:
+        typed.rehearsal = True
+    # The flags are read once more, with other defaults. What was typed wins over all of them.
+    if typed.rehearsal or saved.get("rehearsal"):
         parser.set_defaults(**REHEARSAL, rehearsal=True)
     parser.set_defaults(**saved)
-    config, demo, *_ = parser.parse_args_into_dataclasses()
-    demo.output = str(folder)
-    settings = asdict(config) | asdict(demo)
-    for name, value in saved.items():
-        here = settings.get(name)
-        if here != value and name not in MAY_CHANGE:
-            raise ValueError(f"{folder} holds another run: {name} is {value} there, {here} here")
+    settings = vars(parser.parse_args()) | {"output": str(folder)}
+    # `train` refuses other settings, too. But it comes after the loading and the evaluation,
+    # and it does not know the flags of this script.
+    for name, there in saved.items():
+        if name not in MAY_CHANGE and settings[name] != there:
+            raise ValueError(f"{folder} holds another run: {name} is {there} there, "
+                             f"{settings[name]} here")
+    config, demo = parser.parse_dict(settings)
     if demo.rehearsal and (demo.model or demo.data):
         raise ValueError("the rehearsal has its own model and data: leave out --model and --data")
+    questions = 1 if demo.eval_questions is None else demo.eval_questions
+    if min(demo.eval_every, demo.show_steps, questions - 1) < 0:
+        raise ValueError(f"eval_every is {demo.eval_every}, show_steps {demo.show_steps} and "
+                         f"eval_questions {demo.eval_questions}: wanted at least 0, 0 and 1")
+    while not folder.exists():
+        folder = folder.parent
+    tempfile.TemporaryDirectory(dir=folder).cleanup()  # OSError if the folder cannot be written
     return config, demo
 
 
@@ -213,24 +227,22 @@ def read_flags():
 
 def load_gsm8k(folder=None):
     """(train, test) of GSM8K, from a folder with train.jsonl and test.jsonl, or from the hub: lists
-    of examples with a prompt (a chat) and an answer ("72"). ValueError for a broken row."""
+    of examples with a prompt (a chat) and an answer ("72"). ValueError for what cannot be read."""
     parts = []
     for part in ("train", "test"):
+        examples = []
         try:
             if folder:
                 text = Path(folder, f"{part}.jsonl").read_text(encoding="utf-8")
                 rows = map(json.loads, text.strip().split("\n"))
             else:
                 rows = load_dataset("openai/gsm8k", "main", split=part)
-        except Exception as error:  # several libraries raise errors of many kinds
-            raise OSError(f"cannot load {folder or 'openai/gsm8k'}: {error}. Without a network: "
-                          "--rehearsal, or --data with GSM8K's train.jsonl and test.jsonl")
-        examples = []
-        try:
             for row in rows:
                 examples.append(gsm8k_example(row))
-        except Exception as error:
-            raise ValueError(f"GSM8K's {part} data, row with index {len(examples)}: {error!r}")
+        except Exception as error:  # several libraries raise errors of many kinds
+            raise ValueError(f"cannot load {folder or 'openai/gsm8k'}: {part} data, row with index "
+                             f"{len(examples)}: {error!r}. What works without a network: "
+                             "--rehearsal, or --data with GSM8K's train.jsonl and test.jsonl")
         parts.append(examples)
     return tuple(parts)
 
@@ -238,8 +250,7 @@ def load_gsm8k(folder=None):
 def gsm8k_example(row):
     """A row of GSM8K, whose solution ends in "#### 72", as an example."""
     solution, mark, answer = row["answer"].rpartition("####")
-    # A right answer must earn everything. If it does not, the rule or the data is not what
-    # it should be, and the model would learn something else.
+    # A right answer must earn everything, or the model would learn something else.
     if not mark or rule_reward(f"{solution} \\boxed{{{answer}}}", answer) != 1.5:
         raise ValueError("there is no answer after ####, or it does not earn 1.5")
     prompt = [{"role": "system", "content": SYSTEM_PROMPT},
@@ -250,12 +261,8 @@ def gsm8k_example(row):
 def boxed_reward(prompts, completions, answer, **columns):
     """`rule_reward` of each completion, a string or a chat, called as `train` and TRL do it.
     `answer` is the column of the data, a right answer for each completion."""
-    rewards = []
-    for completion, right in zip(completions, answer):
-        if not isinstance(completion, str):
-            completion = completion[-1]["content"]  # the last message of the chat
-        rewards.append(rule_reward(completion, right))
-    return rewards
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [rule_reward(text, right) for text, right in zip(texts, answer)]
 
 
 def load_model(name):
@@ -266,9 +273,7 @@ def load_model(name):
     is_path = Path(name).exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
     if is_path and not Path(name, "config.json").exists():
         raise OSError(f"{name} is no folder with a model: it has no config.json")
-    device = "cpu"
-    if torch.backends.mps.is_available():
-        device = "mps"
+    device = "mps" if torch.backends.mps.is_available() else "cpu"
     if torch.cuda.is_available():
         device = "cuda"
     try:
@@ -278,8 +283,8 @@ def load_model(name):
         model = AutoModelForCausalLM.from_pretrained(
             name, dtype="auto" if device == "cuda" else torch.float32, use_safetensors=True)
     except Exception as error:  # several libraries raise errors of many kinds
-        raise OSError(f"cannot load {name}: {error} Is the network there, and the name right? A "
-                      "local folder works offline; --rehearsal needs nothing at all")
+        advice = "" if is_path else "Is the network there, and the name right? Offline: --rehearsal"
+        raise OSError(f"cannot load {name}: {error} {advice}")
     if tokenizer.chat_template is None:
         raise ValueError(f"{name} has no chat template: take an instruct model, like {MODEL}")
     return model.to(device), tokenizer
@@ -292,8 +297,8 @@ def evaluate(model, tokenizer, dataset, max_completion_length, temperature=0):
 
     `accuracy` counts right last boxes, and `interval` is its 95 % interval. `lenient_accuracy`
     also counts a right last number where nothing is boxed."""
-    total = max(1, len(dataset))
-    with tqdm(total=len(dataset), desc="evaluating", leave=False) as bar:
+    total = len(dataset)
+    with tqdm(None, "evaluating", total, leave=False) as bar:
         def work(part):
             groups = sample_groups(model, tokenizer, part, 1, max_completion_length, temperature)
             bar.update(len(part))
@@ -301,11 +306,11 @@ def evaluate(model, tokenizer, dataset, max_completion_length, temperature=0):
 
         # All evaluations draw with the same seed. `train` seeds each of its steps itself.
         torch.manual_seed(0)
-        texts = in_parts(work, list(dataset), {"prompts": min(256, total)}, "prompts")
+        texts = in_parts(work, list(dataset), {"prompts": 256}, "prompts")
     pairs = [(text, example["answer"]) for text, example in zip(texts, dataset)]
     accuracy = sum(rule_reward(*pair) == 1.5 for pair in pairs) / total
     lenient = sum(is_right_leniently(*pair) for pair in pairs) / total
-    return {"questions": len(pairs), "accuracy": accuracy, "interval": wilson(accuracy, total),
+    return {"questions": total, "accuracy": accuracy, "interval": wilson(accuracy, total),
             "lenient_accuracy": lenient, "examples": texts[:3]}
 
 
@@ -329,76 +334,79 @@ def wilson(share, total):
 
 # ---- What is shown -----------------------------------------------------------------------
 
+# The last words, for three endings.
 LEARNED = """The accuracy rose clearly: the 95 % intervals before and after do not overlap.
 The figures with unboxed numbers show how much of the gain is more than the box."""
 HABIT_FOUND = """What this shows: from its rewards alone, GRPO found the habit that works, and
-made it the rule. What this does not show: that GRPO taught arithmetic. The tiny model could do
-the sums before. Its accuracy was low because most of its pre-training texts stop halfway."""
-NOT_LEARNED = """The accuracy did not rise clearly: the 95 % intervals before and after overlap,
-or it fell. So this run does not show that the model learned. Where to look: were there enough
-steps? In metrics.jsonl, kl jumps if learning_rate is too high, zero_variance_fraction is near 1
-if most groups teach nothing, and truncated_fraction is high if max_completion_length is too
-small. README.md says more."""
+made it the rule. What this does not show: that GRPO taught arithmetic. The tiny
+model could do the sums before. Its accuracy was low because most of its
+pre-training texts stop halfway."""
+FELL = """The accuracy fell clearly: the model has collapsed. Where to look: in metrics.jsonl,
+a kl that stays above 1 says that learning_rate is too high, and an entropy near 0
+that the model got sure too soon. README.md says more."""
+NOT_LEARNED = """The accuracy neither rose nor fell clearly: the 95 % intervals before and after
+overlap. So this run does not show that the model learned. Were there enough
+steps? In metrics.jsonl, zero_variance_fraction is near 1 if most groups teach
+nothing, and truncated_fraction is high if max_completion_length is too small.
+README.md says more."""
 
 
 def show_group(groups, metrics):
-    """Print the step's first group that teaches something, the best completions first."""
-    teaching = [group for group in groups if any(c.advantage for c in group)]
-    group = (teaching or groups)[0]
+    """Print the step's first group that teaches something: the best completions first, and those
+    that look alike in one line."""
+    group = next((group for group in groups if any(c.advantage for c in group)), groups[0])
     example = group[0].example
-    tqdm.write(f"\nstep {metrics['step']}: {example['prompt'][-1]['content'][:300]}  "
+    tqdm.write(f"\nstep {metrics['step']}: {example['prompt'][-1]['content']}  "
                f"(answer {example['answer']})")
+    lines = Counter()
     for c in sorted(group, key=lambda c: c.reward, reverse=True):
         text = " ".join(c.text.split())
-        if len(text) > 150:
-            text = f"{text[:60]} ... {text[-85:]}"
-        tqdm.write(f"  reward {c.reward:.1f}  advantage {c.advantage:+.2f}  {text}")
-    tqdm.write("  all groups: mean reward {reward_mean:.2f}, {truncated_fraction:.0%} cut off, KL "
-               "{kl:.4f}; {zero_variance_fraction:.0%} of them teach nothing (equal rewards)\n"
-               "  sampling {sample_seconds:.2f} s, update {update_seconds:.2f} s".format(**metrics))
+        if len(text) > 42:
+            text = f"{text[:10]} ... {text[-27:]}"
+        lines[f"reward {c.reward:.1f}  advantage {c.advantage:+.2f}  {text}"] += 1
+    for line, count in lines.items():
+        tqdm.write(f"  {count} x  {line}")
+    tqdm.write("  all groups: mean reward {reward_mean:.2f}, KL {kl:.4f}, cut off "
+               "{truncated_fraction:.0%}\n  groups with equal rewards {zero_variance_fraction:.0%}"
+               "; sampling {sample_seconds:.2f} s, update {update_seconds:.2f} s".format(**metrics))
 
 
-def result_line(name, result):
-    """An evaluation as one line of text, with the sampled accuracy first if there is one."""
-    line = f"{name:>9}: "
+def result_lines(name, result):
+    """An evaluation as text, with the sampled accuracy first if there is one."""
+    text = f"{name:>9}: "
     if "sampled_accuracy" in result:
-        line += ("sampled {sampled_accuracy:.1%} right (95 %: {sampled_interval[0]:.1%} to "
-                 "{sampled_interval[1]:.1%}), ")
-    line += ("greedy {accuracy:.1%} right (95 %: {interval[0]:.1%} to {interval[1]:.1%}), "
-             "{lenient_accuracy:.1%} if unboxed numbers count")
-    return line.format(**result)
+        text += ("sampled {sampled_accuracy:.1%} right (95 % interval: "
+                 "{sampled_interval[0]:.1%} to {sampled_interval[1]:.1%})\n" + 11 * " ")
+    text += ("greedy {accuracy:.1%} right ({interval[0]:.1%} to {interval[1]:.1%}), "
+             "{lenient_accuracy:.1%} with unboxed numbers")
+    return text.format(**result)
 
 
-def show_end(test_data, results, history, is_rehearsal):
+def show_end(folder, test_data, results, history, is_rehearsal):
     """Print some questions before and after, the curves, all evaluations, and what they show."""
     for i, example in enumerate(test_data[:3]):
         print(f"\n{example['prompt'][-1]['content']}  (answer {example['answer']})")
         for when in ("before", "after"):
             text = results[when]["examples"][i].strip()
             print(f"{when:>8}: " + text.replace("\n", "\n          "))
-    print(f"\nsteps 1 to {len(history)}, each curve from its lowest value to its highest:")
-    for name in ("reward_mean", "completion_length"):
-        print(f"{name:>17} {sparkline([metrics[name] for metrics in history])}")
-    print()
+    rewards = [metrics["reward_mean"] for metrics in history]
+    bars = ["▁▂▃▄▅▆▇█"[int(5.3 * reward)] for reward in rewards]
+    curve = "".join(bars[:: math.ceil(len(bars) / 60)])
+    print(f"\nthe mean reward of steps 1 to {len(rewards)}, on a scale from 0 to 1.5:\n"
+          f"    {curve}  {rewards[0]:.2f} -> {rewards[-1]:.2f}\n")
     for name, result in results.items():
-        print(result_line(name, result))
+        print(result_lines(name, result))
     interval = "sampled_interval" if is_rehearsal else "interval"
-    _, highest_before = results["before"][interval]
-    lowest_after, _ = results["after"][interval]
-    words = HABIT_FOUND if is_rehearsal else LEARNED
-    if lowest_after <= highest_before:
-        words = NOT_LEARNED
-    print(f"\n{words}")
-
-
-def sparkline(values):
-    """A curve as a line of text."""
-    low = min(values)
-    span = max(values) - low + 1e-9
-    bars = ""
-    for value in values[:: math.ceil(len(values) / 60)]:
-        bars += "▁▂▃▄▅▆▇█"[int(7.99 * (value - low) / span)]
-    return f"{bars}  {values[0]:.2f} -> {values[-1]:.2f}"
+    lowest_before, highest_before = results["before"][interval]
+    lowest_after, highest_after = results["after"][interval]
+    words = NOT_LEARNED
+    if lowest_after > highest_before:
+        words = HABIT_FOUND if is_rehearsal else LEARNED
+    elif highest_after < lowest_before:
+        words = FELL
+    print(f"\n{words}\n\nThe model and all figures are in {folder}. To ask the model:\n"
+          f"    from transformers import pipeline\n    pipeline('text-generation', "
+          f"{str(folder)!r})([{{'role': 'user', 'content': '...'}}])")
 
 
 # ---- The rehearsal -----------------------------------------------------------------------
@@ -515,11 +523,13 @@ def pretrain(model, tokenizer, problems, rng):
         rows = [rng.choice(texts[habit]) for habit in HABITS]
         # A word problem takes forty tokens to teach a sum or two. Six rows of seven bare
         # sums teach the arithmetic much sooner.
-        rows += [sum(rng.choices(sums, k=7), []) for _ in range(6)]
-        pairs, real = pad_rows(rows, "right", model.device)  # (n, T, 2)
-        ids, learned = pairs.unbind(dim=2)
+        for _ in range(6):
+            chosen = rng.choices(sums, k=7)
+            rows.append({name: sum((text[name] for text in chosen), []) for name in chosen[0]})
+        ids, mask = pad_rows([row["ids"] for row in rows], "right", model.device)  # (n, T)
+        learned, _ = pad_rows([row["learned"] for row in rows], "right", model.device)  # (n, T)
         # Make these texts likelier: it is GRPO's gradient, with 1 for all advantages.
-        logprobs = token_logprobs(model, ids, real[:, :, 0], ids.shape[1] - 1)
+        logprobs = token_logprobs(model, ids, mask, ids.shape[1] - 1)  # (n, T-1)
         loss = -masked_mean(logprobs, learned[:, 1:])
         optimizer.zero_grad()
         loss.backward()
@@ -528,9 +538,10 @@ def pretrain(model, tokenizer, problems, rng):
 
 
 def encode(tokenizer, read, learn):
-    """A text to read, and one to learn -> a list of (token id, 1 where it is to be learned)."""
-    known = [(token, 0) for token in encode_prompt(tokenizer, read)]
-    return known + [(token, 1) for token in encode_prompt(tokenizer, learn)]
+    """A text to read and one to learn: the ids of their tokens, and 1 for those to be learned."""
+    known = encode_prompt(tokenizer, read)
+    new = encode_prompt(tokenizer, learn)
+    return {"ids": known + new, "learned": [0] * len(known) + [1] * len(new)}
 
 
 if __name__ == "__main__":

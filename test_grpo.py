@@ -1454,7 +1454,7 @@ def read(path):
 @each("flags, said", [
     ("--rehearsal --num_generations 1", "num_generations"),
     ("--rehearsal --eval_questions -1", "eval_questions"),
-    (f"--rehearsal --output {grpo.__file__}", "is a file"),
+    (f"--rehearsal --output {grpo.__file__}", "Not a directory"),
     ("--resume --output no/such", "no run to go on with in no/such"),
     ("--data nowhere --model x", "cannot load nowhere"),
     ("--rehearsal --model x", "leave out --model")])
@@ -1522,17 +1522,17 @@ def test_a_model_and_data_in_folders(demo, base, capsys, tmp_path):
         part.save_pretrained("tiny")
     run = "--data . --model tiny --steps 1 --prompts_per_step 2 --max_completion_length 9 --output "
     demo(run + "real")
-    assert "did not" in capsys.readouterr().out
+    assert "neither rose nor fell" in capsys.readouterr().out
     assert "sampled_accuracy" not in read("real/results.json")["after"]
     Path("tiny/chat_template.jinja").unlink()
     with pytest.raises(SystemExit, match="^stopped: .*chat template.*$"):
         demo(run + "another")
     assert not Path("another").exists()
 
-@each("function, fatal, kept", [  # Ctrl-C before step 1; before the first checkpoint;
-    ("evaluate", 1, "no checkpoint"), ("boxed_reward", 2, "no checkpoint"),
-    ("evaluate", 4, "no checkpoint"), ("evaluate", 5, "step 4")])  # in the middle evaluation; in the last
-def test_the_demo_interrupted_and_resumed(function, fatal, kept, demo, monkeypatch, capsys):
+@each("function, fatal", [  # Ctrl-C before step 1; before the first checkpoint;
+    ("evaluate", 1), ("boxed_reward", 2),
+    ("evaluate", 4), ("evaluate", 5)])  # in the middle evaluation; in the last
+def test_the_demo_interrupted_and_resumed(function, fatal, demo, monkeypatch, capsys):
     demo(FEW + "whole")
     wanted = read("whole/results.json")
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
@@ -1542,7 +1542,6 @@ def test_the_demo_interrupted_and_resumed(function, fatal, kept, demo, monkeypat
     said = capsys.readouterr().err
     assert "Traceback" not in said
     [(line, command)] = re.findall(r"(interrupted.*) python gsm8k_demo.py (.*)", said)
-    assert kept in line
     demo(command)
     assert read("killed/results.json") == wanted
 
