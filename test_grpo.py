@@ -3,32 +3,41 @@ r"""The tests of grpo.py and gsm8k_demo.py: the second half of the tutorial.
 
     python -m pytest -q test_grpo.py
 
-They run offline, on the CPU. The documents' numbers come first. Most other tests are tables
-of cases. "Slow" functions compute the same thing in a plain way. Change a line of grpo.py!"""
+They run offline, on the CPU. First come the worked numbers of five documents about GRPO. Then
+come the sections of grpo.py, with its numbers and in its order, but for one: the loop of section
+7 comes last, because it needs all the others. The demo, the gallery of mistakes and the README
+end the file. A "slow" function computes the same thing in a plain way. Change a line of grpo.py,
+and see which test goes red!"""
 
+import ast
 import copy
 import inspect
 import io
 import itertools
 import json
 import math
+from math import inf, isfinite, nan
 import random
 import re
 import runpy
+import shlex
 import string
 import sys
 import textwrap
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
-from unittest.mock import MagicMock, Mock
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from torch import arange, equal, ones, tensor, zeros
 from tokenizers import models, pre_tokenizers, Tokenizer
 from torch.nn.utils import parameters_to_vector
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, CONFIG_MAPPING,
                           PreTrainedTokenizerFast)
 
@@ -36,526 +45,613 @@ sys.path.insert(0, str(Path(__file__).parent / ".ci"))
 import gallery  # noqa: E402
 import grpo  # noqa: E402
 import gsm8k_demo  # noqa: E402
-from grpo import (average, clipped_surrogate, compute_logprobs, end_token_ids,
+from grpo import (average, clipped_surrogate, Completion, compute_logprobs, end_token_ids,
                   extract_boxed, group_advantages, grpo_loss, GRPOConfig, k3_kl, kl_estimate,
                   masked_mean, overlong_penalty, rule_reward, sample_groups, token_logprobs,
                   train)  # noqa: E402
 
 torch.set_num_threads(1)  # matrices this small are done before a second thread wakes up
 
-def t64(values):
-    return torch.tensor(values, dtype=torch.float64)
 
-def numbers(text):
-    return t64([float(word) for word in text.split()])
+def numbers(*rows):
+    """A tensor in float64 of the numbers in a text, or of those in several, one for each row."""
+    rows = [[float(word) for word in row.split()] for row in rows]
+    return tensor(rows if len(rows) > 1 else rows[0], dtype=torch.float64)
+
+
+def flat(values):
+    """Numbers in any form, also as a text, in one row."""
+    values = numbers(values) if isinstance(values, str) else values
+    return torch.as_tensor(values, dtype=torch.float64).detach().flatten()
+
+
+def agrees(actual, expected, within=1e-6, relatively=0):
+    """Each number is at most `within` away from the expected one, or else `relatively` to it."""
+    torch.testing.assert_close(flat(actual), flat(expected), atol=within, rtol=relatively)
+
 
 def gradient(function, x):
+    """The gradient of function(x), which is one number."""
     leaf = x.clone().requires_grad_()
     return torch.autograd.grad(function(leaf), leaf)[0]
 
-each = pytest.mark.parametrize  # a test for each row of a list
 
-def cases(names, table):
-    """A test for each row of a table: the key is its name, the value goes in."""
-    return each(names, table.values(), ids=table)
-
-def kwargs(text):  # "beta=0, seed=1" as a dict
-    return eval(f"dict({text})")
-
-def near(actual, expected, tolerance=1e-12):
-    actual = torch.as_tensor(actual, dtype=torch.float64)
-    expected = torch.as_tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+def refused(said):
+    """The block below must raise a ValueError that says this."""
+    return pytest.raises(ValueError, match=said)
 
 
-# --- The worked numbers of the documents ---
+def each(names, table):
+    """A test for each row of the table. If it is a dict, its keys are the names of the cases."""
+    if isinstance(table, dict):
+        return pytest.mark.parametrize(names, table.values(), ids=table)
+    return pytest.mark.parametrize(names, table)
+
+
+@pytest.fixture
+def printed(capsys):
+    """Gives what has been printed since it was last asked."""
+    return lambda: capsys.readouterr().out
+
+
+# ==== The worked numbers of the documents ==================================================
 # The tests follow each document in its order, and name section and line. The documents are:
+#
 #   Scratch    "Group-Relative Policy Optimization (GRPO) — From Scratch", an article
-#   Book       chapter 11, "Policy Gradient Algorithms", of a book on RLHF
+#   Book       "Reinforcement Learning from Human Feedback" by Nathan Lambert, rlhfbook.com, in
+#              the edition that has "Policy Gradient Algorithms" as chapter 11
 #   Explained  "GRPO Objective Function Explained", a tutorial
 #   Hands-on   "9.3 Hands-on: GRPO Training and Core Mechanisms", a section of a course
-#   RLinf      "组相对策略优化 (GRPO)", a page of RLinf's documentation
-# `equals` holds what is right, `rounds_to` what is printed, `differs_from` what is misprinted.
-def equals(values, figures):
-    near(torch.as_tensor(values).flatten(), numbers(figures), 1e-6)
+#   RLinf      "组相对策略优化 (GRPO)", of the documentation at rlinf.readthedocs.io
+#
+# `agrees` holds what is right, `rounds_to` what is printed, `differs_from` what is misprinted.
+#
+# Sums in the documents that no function of grpo.py has a part in, with what is right:
+#   Scratch 89: four models of 7 billion weights are 28 billion, and the critic is 25 % of them.
+#     So line 75, "the critic alone doubles the memory", is wrong. Scratch 231: DeepSeek-R1 had
+#     16 completions in a group. The 64 are DeepSeekMath's.
+#   Hands-on 350: GSM8K has 8,792 problems. 377: 16 - 3 - 4 = 9 and 9 * 7 = 63. 502: 15 - 3 = 12.
+#   Hands-on 731: from 24, 80, 160, 640 GB to 14, 48, 96, 384 GB saves 42, 40, 40 and 40 %. So
+#     "30-40%" in 514, 737 and 803 is too little. 737: 384 GB are 4.8 cards of 80 GB, so 5.
+#   Book 361: both forms of GAE, which is PPO's, give the same, as 0.7655 for the TD residuals
+#     0.3, 0.3, 0.2 and lambda 0.95. Line 355 has bias and variance the wrong way round.
 
 def last_digits_off(values, figures):
-    """How far each value is from its figure, in units of the figure's last digit."""
-    values = torch.as_tensor(values, dtype=torch.float64).flatten()
-    units = t64([10.0 ** -len(figure.partition(".")[2]) for figure in figures.split()])
-    assert len(values) == len(units)
-    return (values - numbers(figures)).abs() / units
+    """How far each value is from its printed figure, in units of the figure's last digit."""
+    places = tensor([len(figure.partition(".")[2]) for figure in figures.split()])
+    assert len(flat(values)) == len(places)
+    return (flat(values) - flat(figures)).abs() * 10.0**places
+
 
 def rounds_to(values, figures):
+    """Each value, rounded, is the figure that is printed, as "1.07"."""
     assert (last_digits_off(values, figures) < 0.5).all()
 
+
 def differs_from(values, figures):
+    """No value, rounded, is the figure that is printed."""
     assert (last_digits_off(values, figures) > 0.5).all()
 
-def mean_and_std(rewards):
-    """Mean and std of one group, as group_advantages has them."""
-    centered = group_advantages(rewards, "none")
-    return [(rewards - centered)[0], (centered / group_advantages(rewards))[0]]
 
-def one_token(probabilities, advantage, beta):
-    """Loss and metrics of one token; its probabilities are pi_theta, pi_old and pi_ref."""
-    policies = numbers(probabilities).log().view(3, 1, 1)
-    return grpo_loss(*policies, t64([advantage]), torch.ones(1, 1), beta=beta)
+def one_token(*, pi, old, ref, advantage, beta):
+    """Loss and metrics of a token with these probabilities under pi_theta, pi_old and pi_ref."""
+    policies = tensor([pi, old, ref]).log().view(3, 1, 1)
+    return grpo_loss(*policies, tensor([advantage]), ones(1, 1), beta=beta)
 
-def slopes_at_ratio_1(advantages):
-    """Gradient of the loss, without KL, for answers of one token."""
-    old = torch.zeros(len(advantages), 1)
-    return gradient(lambda new: grpo_loss(new, old, None, advantages, old == 0, beta=0)[0], old)
 
-def gae(residuals, decay):
-    """PPO's advantage: a sum of TD residuals. The decay is gamma times lambda."""
-    return sum(decay ** l * residual for l, residual in enumerate(residuals))
+def slopes_at_ratio_1(advantages, mask):
+    """The gradient of the loss for each log-prob, without KL, where pi_theta is still pi_old."""
+    old = zeros(mask.shape)
+    return gradient(lambda pi: grpo_loss(pi, old, None, advantages, mask, beta=0)[0], old)
 
-# Scratch
-FIVE = numbers("2.0 3.5 1.0 4.0 2.5")  # its rewards
+
+# ---- What several documents have ----------------------------------------------------------
+FIVE = numbers("2.0 3.5 1.0 4.0 2.5")  # Scratch's rewards
 FIVE_ADVANTAGES = "-0.561951 0.842927 -1.498537 1.311220 -0.093659"
 
+
+@each("rewards, scale_rewards, right", {
+    "Scratch, 128 to 134: its five": (FIVE, "group", FIVE_ADVANTAGES),
+    "Scratch, 136: all rewards higher": (FIVE + 100, "group", FIVE_ADVANTAGES),
+    "Scratch, 136: on another scale": (3 * FIVE, "group", FIVE_ADVANTAGES),
+    "Book, 107: few are right": ("1 0 0 0 0 0 0 0", "group", "2.645751" + 7 * " -0.377964"),
+    "Book, 107: half are right": ("1 1 1 1 0 0 0 0", "group", "1 1 1 1 -1 -1 -1 -1"),
+    "Book, 109: with the std": ("1 1 0 0", "group", "1 1 -1 -1"),
+    "Book, 109: without it smaller, not scaled up": ("1 1 0 0", "none", "0.5 0.5 -0.5 -0.5"),
+    "Hands-on, 33 to 41": ("1.5 1.0 0.0 0.0", "none", "+0.875 +0.375 -0.625 -0.625"),
+    "Hands-on, 403: a group is a row": ("1 1 0", "group", "0.707107 0.707107 -1.414214"),
+    "Hands-on, 337, 589; Scratch, 268: equal": ("1.5 1.5 1.5", "group", "0 0 0"),
+    "Hands-on, 567: all wrong": ("0 0 0", "group", "0 0 0"),
+    # A group of two says only who is better. Its statistics are poor.
+    "Hands-on, 766, 789: two": ("1.5 0.5", "group", "1 -1"), "any two": ("7 3", "group", "1 -1")})
+def test_advantages_in_the_documents(rewards, scale_rewards, right):
+    agrees(group_advantages(flat(rewards), scale_rewards), right)
+
+
+@each("pi, old, ratio", [(0.26, 0.2, 1.3), (0.5, 0.5, 1), (0.6, 0.5, 1.2), (0.4, 0.5, 0.8)])
+def test_ratios_in_scratch_and_hands_on(pi, old, ratio):
+    """Scratch, Quick Recap, line 48: 30 % more likely. Hands-on, 9.3.2, line 623: 0, +20, -20 %."""
+    _, metrics = one_token(pi=pi, old=old, ref=old, advantage=1, beta=0)
+    agrees(metrics["ratio_max"], ratio)
+
+
+def test_k3_in_scratch_and_explained():
+    """Scratch, The Full GRPO Objective, lines 180 to 188. Explained, line 143, is our k3, too."""
+    policy, diff = numbers("0.2 0.2 0.2").log(), numbers("1 2 0.5").log()
+    k3 = k3_kl(policy, policy + diff)
+    agrees(diff, "0 0.693147 -0.693147")
+    agrees(k3, "0 0.306853 0.193147")
+    agrees(diff.exp() - diff - 1, k3)
+    rounds_to([diff[1], k3[1]], "0.693 0.307")
+    # Line 188: it pushes back. At 2, descent makes log pi_theta, which is too low, larger.
+    agrees(gradient(lambda logprobs: k3_kl(logprobs, policy + diff).sum(), policy), "0 -1 0.5")
+
+
+def test_k3_is_0_at_log_r_0_and_grows_on_either_side():
+    """Explained, Derivation, lines 129 to 131. Hands-on, 9.3.2, lines 683 and 685."""
+    log_r = arange(0, 5, 0.1)
+    for k3 in (k3_kl(0 * log_r, log_r), k3_kl(0 * log_r, -log_r)):
+        assert k3[0] == 0 and (k3.diff() > 0).all()
+
+
+def test_the_sign_of_the_loss_in_three_documents():
+    """Book 301 (there J = A - beta KL), Explained 259, Hands-on 689: -A + beta KL, where A is 1 and
+    k3 is 0.306853. Hands-on 691: a larger beta makes it dearer to be away from the reference."""
+    losses = [one_token(pi=0.2, old=0.2, ref=0.4, advantage=1, beta=beta)[0]
+              for beta in (0, 0.04, 0.4)]
+    agrees(losses, "-1 -0.987726 -0.877259")
+
+
+def test_shapes_in_book_and_scratch():
+    """Book, 11.2.4, lines 309 to 332. Scratch, Practical Implementation, lines 273 to 305. Here
+    there are 2 questions with 3 answers of 4 tokens."""
+    advantages = group_advantages(torch.rand(2, 3)).flatten()
+    per_token = clipped_surrogate(ones(6, 4), advantages)
+    assert per_token.shape == k3_kl(per_token, per_token).shape == (6, 4)
+    assert average(per_token, ones(6, 4)).shape == ()
+
+
+# ---- Scratch ------------------------------------------------------------------------------
 def test_scratch_clip_at_ratio_1_3():
-    """Scratch, Quick Recap, line 48: ratio 1.3, advantage 2.0, epsilon 0.2."""
-    ratio = numbers("1.3").view(1, 1)
-    equals(clipped_surrogate(ratio, numbers("2.0"), epsilon=99), "2.6")  # unclipped
-    equals(clipped_surrogate(ratio, numbers("1"), epsilon=0.2), "1.2")  # the clipped ratio
-    equals(clipped_surrogate(ratio, numbers("2.0"), epsilon=0.2), "2.4")
-    loss, metrics = one_token("0.26 0.2 0.2", advantage=2.0, beta=0)  # 30 % more likely
-    equals([loss, metrics["ratio_max"], metrics["clip_fraction"]], "-2.4 1.3 1")
+    """Scratch, Quick Recap, lines 50 to 55: ratio 1.3, advantage 2.0, epsilon 0.2."""
+    ratio = numbers("1.3")[None]
+    agrees(clipped_surrogate(ratio, numbers("2.0"), epsilon=99), 2.6)  # unclipped
+    agrees(clipped_surrogate(ratio, numbers("1.0"), epsilon=0.2), 1.2)  # the clipped ratio
+    agrees(clipped_surrogate(ratio, numbers("2.0"), epsilon=0.2), 2.4)
+
 
 def test_scratch_td_residual():
-    """Scratch, Quick Recap, line 67: reward 1, values 5.0, 5.5, gamma 0.99, lambda 0.95."""
-    residual = 1 + 0.99 * 5.5 - 5.0
-    equals([0.99 * 5.5, residual, gae([residual], 0.99 * 0.95)], "5.445 1.445 1.445")
+    """Scratch, Quick Recap, line 69: reward 1, values 5.0 and 5.5. It is PPO's, and calls nothing
+    of grpo.py."""
+    agrees([0.99 * 5.5, 1 + 0.99 * 5.5 - 5.0], "5.445 1.445")
 
-def test_scratch_mean_std_and_advantages_of_five():
+
+def test_scratch_mean_and_std_of_five():
     """Scratch, The Key Insight, lines 123 to 134: the std is divided by G."""
     squares = group_advantages(FIVE, "none").square()
-    equals(squares, "0.36 0.81 2.56 1.96 0.01")
-    equals([FIVE.sum(), squares.sum(), squares.mean()], "13.0 5.7 1.14")
-    equals(mean_and_std(FIVE), "2.6 1.067708")
-    rounds_to(mean_and_std(FIVE), "2.6 1.07")
-    advantages = group_advantages(FIVE)
-    equals(advantages, FIVE_ADVANTAGES)
-    rounds_to(advantages, "-0.56 +0.84 -1.50 +1.31 -0.09")
-    assert [advantages.argmax() + 1, advantages.argmin() + 1] == [4, 3]  # the best, the worst
+    agrees([FIVE.sum(), FIVE.mean(), squares.sum(), squares.mean()], "13.0 2.6 5.7 1.14")
+    agrees(squares, "0.36 0.81 2.56 1.96 0.01")
+    rounds_to([squares.mean().sqrt(), *group_advantages(FIVE)],
+              "1.07 -0.56 +0.84 -1.50 +1.31 -0.09")
 
-def test_scratch_kl_at_ratios_1_and_2():
-    """Scratch, The Full GRPO Objective, lines 180, 186: pi_ref/pi_theta is 1, then 2."""
-    same, twice = k3_kl(numbers("0.2 0.2").log(), numbers("0.2 0.4").log())
-    equals([math.log(1), same, math.log(2), twice], "0 0 0.693147 0.306853")
-    rounds_to([math.log(2), twice], "0.693 0.307")
-    near(one_token("0.2 0.2 0.4", advantage=0, beta=1)[0], twice)  # KL raises the loss
 
 def test_scratch_code_divides_by_one_less_than_its_text():
-    """Scratch, Practical Implementation, line 258: torch's std divides by G - 1."""
+    """Scratch, Practical Implementation, line 258: torch's std divides by G - 1. So the code gives
+    none of the figures of the text. (Hands-on, 9.3.2, 577, against its formula in 546, as well.)"""
     advantages = (FIVE - FIVE.mean()) / FIVE.std()
-    equals(FIVE.std(), "1.193734")
-    equals(advantages, "-0.502625 0.753937 -1.340333 1.172791 -0.083771")
-    near(group_advantages(FIVE) * (4 / 5) ** 0.5, advantages, 1e-6)
-    # So the code gives none of the figures in lines 125 to 132.
+    agrees(FIVE.std(), 1.193734)
+    agrees(advantages, "-0.502625 0.753937 -1.340333 1.172791 -0.083771")
+    agrees(group_advantages(FIVE) * (4 / 5) ** 0.5, advantages)
     differs_from([FIVE.std(), *advantages], "1.07 -0.56 +0.84 -1.50 +1.31 -0.09")
 
-def test_scratch_equal_rewards_give_zero():
-    """Scratch, Practical Implementation, line 261: "we return zero advantages"."""
-    assert not group_advantages(numbers("2.6 2.6 2.6")).any()
 
-# Book
-P, Q = numbers("0.1 0.2 0.4 0.3"), numbers("0.4 0.3 0.2 0.1")  # any two policies
-LOSSES = numbers("1 1 1 1 10 0 0 0 0 0  1 1 1 1 1 1 1 1 1 10").view(2, 10)  # 0 is padding
-# In the script, the ratios are 1 for a token and 0 for padding, and so is the mask.
-RATIOS = TOKENS = numbers("1 1 1 1 0 0 0  1 1 1 1 1 1 1").view(2, 7)
+def test_scratch_logs_are_subtracted_because_small_probabilities_vanish():
+    """Scratch, Practical Implementation, line 310: here e^-200 and e^-201, in float32."""
+    pi, old = tensor([[-200.0]]), tensor([[-201.0]])
+    _, metrics = grpo_loss(pi, old, None, ones(1), ones(1, 1), beta=0)
+    agrees(metrics["ratio_max"], math.e)
+    assert pi.exp() == old.exp() == 0
+
+
+# ---- Book ---------------------------------------------------------------------------------
+P, Q = numbers("0.1 0.2 0.4 0.3"), numbers("0.4 0.3 0.2 0.1")  # any two policies, of ours
+# The losses of two answers, of 5 and of 10 tokens; 0 is padding.
+LOSSES = numbers("1 1 1 1 10 0 0 0 0 0", "1 1 1 1 1 1 1 1 1 10")
+LOSS_MASK = LOSSES > 0
+# The script's: answers of 4 and 7 tokens, ratios of 1 at the tokens, and both advantages 2.
+SCRIPT_MASK = numbers("1 1 1 1 0 0 0", "1 1 1 1 1 1 1")
+SCRIPT_RATIOS = SCRIPT_MASK.clone()
+SCRIPT_ADVANTAGE = 2
+
 
 def slopes_by_script(loss_type):
-    """The script's gradient for each ratio. Both advantages are 2."""
-    return gradient(lambda ratios: average(2 * ratios, TOKENS, loss_type, 7), RATIOS)
+    """The gradient of the script's average with respect to each ratio."""
+    def script(ratios):
+        return average(SCRIPT_ADVANTAGE * ratios, SCRIPT_MASK, loss_type, max_completion_length=7)
+    return gradient(script, SCRIPT_RATIOS)
+
 
 def test_book_the_gradient_of_log_pi_has_the_mean_0():
-    """Book, 11.1.1, line 34: the mean is over the actions of a policy."""
-    near(gradient(lambda logits: Q @ logits.log_softmax(0), Q.log()), 0 * Q)
+    """Book, 11.1.1, line 34: for any policy, here Q. It is why a baseline costs nothing. (This
+    calls nothing of grpo.py.)"""
+    agrees(gradient(lambda logits: Q @ logits.log_softmax(0), Q.log()), "0 0 0 0")
+
 
 def test_book_three_forms_of_rloo():
     """Book, 11.1.2.1, 11.1.4, 11.2.4.1, lines 60, 113, 345: the rewards are Scratch's."""
     right = "-0.75 1.125 -2 1.75 -0.125"
-    equals(FIVE - (FIVE.sum() - FIVE) / (5 - 1), right)  # minus the mean of the others
-    equals(group_advantages(FIVE, "none") * 5 / (5 - 1), right)
-    equals(group_advantages(FIVE, "rloo"), right)
+    mean_of_the_others = (FIVE.sum() - FIVE) / (5 - 1)
+    agrees(FIVE - mean_of_the_others, right)
+    agrees(group_advantages(FIVE, "none") * 5 / (5 - 1), right)
+    agrees(group_advantages(FIVE, "rloo"), right)
+
 
 def test_book_cases_of_the_clip():
-    """Book, 11.1.3, lines 78 to 93: ratios above, between, below; advantages 1 and -1."""
-    ratios = numbers("1.5 0.9 0.5  1.5 0.9 0.5").view(2, 3)
-    equals(clipped_surrogate(ratios, numbers("1 -1")), "1.2 0.9 0.5  -1.5 -0.9 -0.8")
+    """Book, 11.1.3, lines 78 to 93: ratios above, between, below; advantages 1 and -1. (Hands-on,
+    9.3.2, line 634, has the same interval, [0.8, 1.2].)"""
+    ratios = numbers("1.5 0.9 0.5", "1.5 0.9 0.5")
+    agrees(clipped_surrogate(ratios, numbers("1 -1")), "1.2 0.9 0.5 -1.5 -0.9 -0.8")
+
 
 def test_book_cases_of_the_policy_gradient():
-    """Book, 11.2.1, lines 129 to 131: advantages 1, -1 and 0."""
-    slopes = 3 * slopes_at_ratio_1(numbers("1 -1 0"))
-    equals(slopes, "-1 1 0")  # descent makes them more likely, less likely, and neither
-    near(one_token("0.2 0.2 0.2", advantage=0, beta=0)[0], 0)
+    """Book, 11.2.1, lines 129 to 131: advantages 1, -1 and 0, at ratio 1. After a step of descent
+    the ratio is above 1, below 1, and 1 (11.1.3, line 76)."""
+    slopes = slopes_at_ratio_1(numbers("1 -1 0"), ones(3, 1))
+    agrees(3 * slopes, "-1 1 0")  # the loss is a mean over three
+    better, worse, neither = (-0.1 * slopes).exp()
+    assert better > 1 == neither > worse
+
 
 def test_book_mean_of_all_tokens_is_33_and_not_34_over_15():
     """Book, 11.2.2, lines 150 to 155: answers of 5 and 10 tokens; 2.27 is a misprint."""
-    equals(masked_mean(LOSSES, LOSSES, dim=1), "2.8 1.9")
-    equals(average(LOSSES, LOSSES), "2.35")  # answers count equally
-    mean = average(LOSSES, LOSSES, "dapo")  # tokens count equally
-    equals(LOSSES.sum(dim=1), "14 19")
-    equals([mean, (14 + 19) / 15], "2.2 2.2")
+    agrees(masked_mean(LOSSES, LOSS_MASK, dim=1), "2.8 1.9")
+    agrees(average(LOSSES, LOSS_MASK, "grpo"), 2.35)  # answers count equally
+    tokens_alike = average(LOSSES, LOSS_MASK, "dapo")
+    agrees([tokens_alike, (14 + 19) / 15], "2.2 2.2")
     rounds_to(34 / 15, "2.27")
-    differs_from(mean, "2.27")
+
 
 def test_book_script_results():
     """Book, 11.2.2, lines 235 to 237."""
-    equals(masked_mean(2 * RATIOS, TOKENS, dim=1), "2 2")
-    sums = [average(2 * row, row, "dr_grpo", 7) for row in TOKENS.split(1)]  # answer by answer
-    equals(sums, "1.142857 2")
+    losses = SCRIPT_ADVANTAGE * SCRIPT_RATIOS
+    agrees(masked_mean(losses, SCRIPT_MASK, dim=1), "2 2")
+    sums = [average(loss[None], mask[None], "dr_grpo", max_completion_length=7)
+            for loss, mask in zip(losses, SCRIPT_MASK)]
     rounds_to(sums, "1.1429 2.0000")
-    near(average(2 * RATIOS, TOKENS, "dr_grpo", 7), sum(sums) / 2)
-    near(masked_mean(RATIOS, TOKENS), 1)  # line 212 leaves out the advantages
-    near(average(2 * RATIOS, TOKENS, "dapo"), 2)
+    agrees(average(losses, SCRIPT_MASK, "dr_grpo", max_completion_length=7), sum(sums) / 2)
+    agrees(masked_mean(SCRIPT_RATIOS, SCRIPT_MASK), 1)  # line 212 leaves out the advantages
+    agrees(average(losses, SCRIPT_MASK, "dapo"), 2)
 
-def test_book_script_gradients_of_masked_mean_and_masked_sum():
-    """Book, 11.2.2, lines 241 and 246."""
+
+def test_book_script_gradients():
+    """Book, 11.2.2, lines 241 and 246, and line 251, which is the sum of two gradients, because
+    ratio.grad.zero_() is missing after line 248."""
     of_mean, of_sum = slopes_by_script("grpo"), slopes_by_script("dr_grpo")
-    near(of_mean, TOKENS / t64([[4], [7]]))
-    near(of_sum, TOKENS / 7)
-    rounds_to(of_mean, "0.2500 0.2500 0.2500 0.2500 0.0000 0.0000 0.0000 "
-                       "0.1429 0.1429 0.1429 0.1429 0.1429 0.1429 0.1429")
-    rounds_to(of_sum, "0.1429 0.1429 0.1429 0.1429 0.0000 0.0000 0.0000 "
-                      "0.1429 0.1429 0.1429 0.1429 0.1429 0.1429 0.1429")
+    agrees(of_mean, SCRIPT_MASK / tensor([[4], [7]]))
+    rounds_to(of_mean, 4 * "0.2500 " + 3 * "0.0000 " + 7 * "0.1429 ")
+    agrees(of_sum, SCRIPT_MASK / 7)
+    rounds_to(of_sum, 4 * "0.1429 " + 3 * "0.0000 " + 7 * "0.1429 ")
+    tokens_alike = gradient(lambda ratios: masked_mean(ratios, SCRIPT_MASK), SCRIPT_RATIOS)
+    agrees(tokens_alike, SCRIPT_MASK / 11)
+    rounds_to(of_sum + tokens_alike, 4 * "0.2338 " + 3 * "0.0000 " + 7 * "0.2338 ")
+    agrees(slopes_by_script("dapo"), SCRIPT_MASK * 2 / 11)  # right, with the advantages
 
-def test_book_script_adds_two_gradients():
-    """Book, 11.2.2, line 251: ratio.grad.zero_() is missing after line 248."""
-    table = gradient(lambda ratios: masked_mean(ratios, TOKENS), RATIOS)
-    near(table, TOKENS / 11)
-    differs_from(table[TOKENS > 0], 11 * "0.2338 ")
-    both = slopes_by_script("dr_grpo") + table
-    near(both, TOKENS * (1 / 7 + 1 / 11))
-    rounds_to(both, "0.2338 0.2338 0.2338 0.2338 0.0000 0.0000 0.0000 "
-                    "0.2338 0.2338 0.2338 0.2338 0.2338 0.2338 0.2338")
-    near(slopes_by_script("dapo"), TOKENS * 2 / 11)  # with the advantages
 
 def test_book_only_masked_mean_favours_the_short_answer():
-    """Book, 11.2.2, line 254: a token's gradient, short answer over long answer."""
-    tables = [slopes_by_script(loss_type) for loss_type in ("grpo", "dr_grpo", "dapo")]
-    equals([table[0, 0] / table[1, 0] for table in tables], "1.75 1 1")
+    """Book, 11.2.2, line 254: a token's gradient, short answer over long answer. (Of accumulation:
+    ours does not depend on it. See `micro_batch_size=1` among the slow steps of section 7.)"""
+    for loss_type, favour in (("grpo", 1.75), ("dr_grpo", 1), ("dapo", 1)):
+        short, long = slopes_by_script(loss_type)[:, 0]
+        agrees(short / long, favour)
 
-def test_book_approximate_kl_and_objective_of_a_single_gradient_step():
-    """Book, 11.2.3, line 289: k2 at 0.3; line 301: A - beta KL, where A is 2."""
-    equals(kl_estimate(numbers("0.3"), numbers("0"), "mse"), "0.045")
-    near(-one_token("0.2 0.2 0.4", advantage=2, beta=0.04)[0], 2 - 0.04 * 0.306853, 1e-6)
 
-def test_book_two_forms_of_gae():
-    """Book, 11.3.1, line 361: our rewards are 0, 0, 1, our values 0.2, 0.5, 0.8."""
-    residuals = [0.5 - 0.2, 0.8 - 0.5, 1 - 0.8]  # gamma is 1
-    steps = [0.5 - 0.2, 0.8 - 0.2, 1 - 0.2]  # n-step estimates; three is the end
-    near(0.05 * (steps[0] + 0.95 * steps[1]) + 0.95 ** 2 * steps[2], 0.7655)
-    equals([gae(residuals, lam) for lam in (0, 0.95, 1)], "0.3 0.7655 0.8")
+def test_book_printed_sign_rewards_leaving_the_reference():
+    """Book, 11.2.4, line 305, prints L - beta KL, which is our loss with beta = -1."""
+    for beta, order in ((1, [0, 1, 2]), (-1, [2, 1, 0])):
+        losses = [one_token(pi=pi, old=pi, ref=0.4, advantage=0, beta=beta)[0]
+                  for pi in (0.4, 0.2, 0.1)]  # further and further away
+        assert tensor(losses).argsort().tolist() == order
 
-# Explained
+
+def test_book_two_orders_of_the_same_flat_rewards():
+    """Book, 11.2.4 and 11.2.4.1, lines 310 and 343: two questions, three answers each. The first
+    listing reads two groups of equal rewards, the second groups of unequal ones."""
+    rewards = numbers("1 1 1 0 0 0")
+    assert not group_advantages(rewards.view(-1, 3)).any()
+    columns = rewards.reshape(3, -1).T
+    assert columns.tolist() == [[1, 1, 0], [1, 0, 0]]
+    assert group_advantages(columns).all()
+
+
+# ---- Explained ----------------------------------------------------------------------------
+# Here the tokens are drawn from q, which is pi_theta, and p is pi_ref.
 def test_explained_k3_is_unbiased():
-    """Explained, Derivation, lines 111 to 125: x is drawn from q, and r = p(x)/q(x)."""
-    r = P / Q
-    equals([P.sum(), Q.sum(), Q @ (r - 1)], "1 1 0")
-    k3, k1 = k3_kl(Q.log(), P.log()), kl_estimate(Q.log(), P.log(), "kl")
-    # lambda 1, 0 and 0.5: with 0.5 it is the mean of the two.
-    equals([Q @ (Q / P).log(), Q @ k3, Q @ k1, Q @ (k3 + k1) / 2], 4 * "0.427667 ")
+    """Explained, Derivation, lines 111 to 125. r - 1 has the mean 0, so any lambda will do."""
+    r, exact = P / Q, Q @ (Q / P).log()
+    agrees([P.sum(), Q.sum(), Q @ (r - 1), exact], "1 1 0 0.427667")
+    agrees(Q @ k3_kl(Q.log(), P.log()), exact)
+    k1 = kl_estimate(Q.log(), P.log(), "kl")
+    for lam in (0, 0.5, 1):
+        agrees(Q @ (k1 + lam * (r - 1)), exact)
 
-def test_explained_k3_is_0_only_where_the_policies_agree():
-    """Explained, Derivation, lines 129 to 131: log r from -3 to 3."""
-    log_r = torch.arange(-3, 3.5, 0.5)
-    k3 = k3_kl(0 * log_r, log_r)
-    assert k3.min() == 0 and torch.equal(k3 > 0, log_r != 0)
-    equals(k3_kl(t64([0] * 3), numbers("2 1 0.5").log()), "0.306853 0 0.193147")  # line 143
+
+def test_explained_k3_has_a_lower_variance_than_k1():
+    """Explained, lines 112 and 326: with P and Q. (Far from the reference, it is not so.)"""
+    variances = [Q @ kl_estimate(Q.log(), P.log(), name).square() - 0.427667**2
+                 for name in ("kl", "low_var_kl")]
+    agrees(variances, "0.851932 0.080692")
+
+
+def test_explained_a_mask_by_pad_token_hides_the_end_token():
+    """Explained, line 205. Where padding is the end token (7 here), the end is never learned."""
+    ids = numbers("5 6 7 7")[None]  # two tokens, the end, and padding
+    by_position = numbers("1 1 1 0")[None]
+    agrees(slopes_at_ratio_1(ones(1), by_position), [-1 / 3, -1 / 3, -1 / 3, 0])
+    agrees(slopes_at_ratio_1(ones(1), ids != 7), [-1 / 2, -1 / 2, 0, 0])
+
 
 def test_explained_exp_88_fits_into_bfloat16():
     """Explained, KL Divergence Computation, line 223: "exp(88) ≈ 1e38" is not too large."""
-    largest = torch.finfo(torch.bfloat16).max
-    equals([math.exp(88) / 1e38, largest / 1e38], "1.651636 3.389531")
-    differs_from(math.exp(88) / 1e38, "1")
-    equals(math.log(largest), "88.718925")  # above this, e^x is too large
+    agrees([math.exp(88) / 1e38, torch.finfo(torch.bfloat16).max / 1e38], "1.651636 3.389531")
     assert numbers("88 89").bfloat16().exp().isinf().tolist() == [False, True]
 
-def test_explained_clip_is_needed_above_50_but_not_below():
-    """Explained, KL Divergence Computation, line 224: diff is clipped to [-50, 50]."""
-    diff = numbers("50 60 -50 -60")
-    equals(k3_kl(0 * diff, diff) / numbers("1e21 1e21 1 1"), "5.184706 5.184706 49 59")
-    clipped = diff.clamp(-50, 50)  # with its code, -60 costs no more than -50
-    equals((clipped.exp() - clipped - 1)[2:], "49 49")
 
-def test_explained_sign_of_the_loss():
-    """Explained, Combining Terms, line 259: -policy_loss + beta KL, where A is 1."""
-    near(one_token("0.2 0.2 0.4", advantage=1, beta=0.04)[0], -1 + 0.04 * 0.306853, 1e-6)
+def test_explained_clip_at_50_is_needed_above_but_wrong_below():
+    """Explained, KL Divergence Computation, line 224: diff is clipped to [-50, 50]. Below, that
+    stops the gradient, so what has gone furthest is not pulled back. Above, ours stops it, too."""
+    def clipped_k3(logprobs):
+        diff = (-logprobs).clamp(-50, 50)
+        return (diff.exp() - diff - 1).sum()
+    def ours(logprobs):
+        return k3_kl(logprobs, torch.zeros_like(logprobs)).sum()
+    far_below, far_above = numbers("60"), numbers("-60")  # diff is -60, and 60
+    agrees([clipped_k3(far_below), ours(far_below)], "49 59")
+    agrees([gradient(clipped_k3, far_below), gradient(ours, far_below)], "0 1")
+    agrees([ours(numbers("-50")) / 1e21, ours(far_above) / 1e21], "5.184706 5.184706")
+    agrees([gradient(clipped_k3, far_above), gradient(ours, far_above)], "0 0")
 
-# Hands-on
-APPLES = ["3 + 2 = 5, so the answer is 5.", "The answer is 5.", "It should be 6.",
-          "I am not sure, perhaps it is 4."]
-SCORES = numbers("1.5 1.0 0.0 0.0")  # of these four, as the course has them
-GOOD = ("First compute the eggs left each day: 16 - 3 - 4 = 9.\n"
-        "There are 7 days in a week, so she can sell: 9 * 7 = 63.\n\\boxed{63}")
-BAD = "I think she can sell about 50 eggs. \\boxed{50}"
-BEFORE = "I think there are 7 left. \\boxed{7}"
-AFTER = ("Let me calculate step by step:\n- John starts with 15 apples.\n"
-         "- He gives 3 to Mary: 15 - 3 = 12.\n- He gives 5 more to Kevin: 12 - 5 = 7.\n"
-         "- Therefore 7 apples are left.\n\\boxed{7}")
-EIGHT = numbers("1.5 0.0 1.5 0.0 1.0 1.5 0.5 1.5")  # rewards
+
+# ---- Hands-on -----------------------------------------------------------------------------
+EIGHT = numbers("1.5 0.0 1.5 0.0 1.0 1.5 0.5 1.5")  # its rewards
+
 
 def course_reward(text, answer):
     """The rule of the course, lines 387 to 397. Its pattern takes the first box."""
     box = re.search(r"\\boxed\{([^}]+)\}", text)
-    return 0.5 + (box[1].strip() == answer) if box else 0.0
+    if not box:
+        return 0.0
+    return 1.5 if box[1].strip() == answer else 0.5
+
 
 def boxed_rewards(answers, right):
-    return t64([rule_reward(rf"\boxed{{{answer}}}", right) for answer in answers.split()])
+    """Our rewards for answers that are in boxes."""
+    boxes = [rf"\boxed{{{answer}}}" for answer in answers.split()]
+    return tensor([rule_reward(box, right) for box in boxes])
+
 
 def test_hands_on_apple_scores_break_its_rule():
-    """Hands-on, line 25: without a box an answer earns nothing, and no answer earns 1.0."""
-    graded = [rule_reward(text, "5") for text in APPLES]
-    assert graded == [course_reward(text, "5") for text in APPLES] == [0, 0, 0, 0]
+    """Hands-on, lines 25 to 29: without a box an answer earns nothing, and no answer earns 1.0."""
+    apples = ["3 + 2 = 5, so the answer is 5.", "The answer is 5.", "It should be 6.",
+              "I am not sure, perhaps it is 4."]
+    graded = [rule_reward(text, "5") for text in apples]
+    assert graded == [course_reward(text, "5") for text in apples] == [0, 0, 0, 0]
     differs_from(graded[:2], "1.5 1.0")
     boxed = boxed_rewards("5 5 6 4", "5")
-    equals(boxed, "1.5 1.5 0.5 0.5")
+    agrees(boxed, "1.5 1.5 0.5 0.5")
     differs_from(boxed[1:], "1.0 0.0 0.0")
-    # The scores as given, minus their mean: lines 33 to 41.
-    equals(mean_and_std(SCORES)[0], "0.625")
-    equals(group_advantages(SCORES, "none"), "+0.875 +0.375 -0.625 -0.625")
+    agrees(numbers("1.5 1.0 0.0 0.0").mean(), 0.625)  # line 33
 
-def test_hands_on_rule_and_its_two_examples():
+
+@each("reward", [rule_reward, course_reward])
+def test_hands_on_rule(reward):
     """Hands-on, 9.3.1, lines 352 to 381: +1.0 for the answer, +0.5 for the box."""
-    for reward in (rule_reward, course_reward):
-        equals([reward(text, "7") for text in (r"\boxed{7}", r"\boxed{8}", "7")], "1.5 0.5 0")
-        equals([reward(GOOD, "63"), reward(BAD, "63")], "1.5 0.5")
-    corrected = r"\boxed{50}? No: \boxed{63}"  # of two boxes, the last one counts
-    equals([rule_reward(corrected, "63"), course_reward(corrected, "63")], "1.5 0.5")
+    agrees([reward(text, "7") for text in (r"\boxed{7}", r"\boxed{8}", "7")], "1.5 0.5 0")
+    good = ("First compute the eggs left each day: 16 - 3 - 4 = 9.\n"
+            "There are 7 days in a week, so she can sell: 9 * 7 = 63.\n\\boxed{63}")
+    bad = "I think she can sell about 50 eggs. \\boxed{50}"
+    agrees([reward(good, "63"), reward(bad, "63")], "1.5 0.5")
+
+
+def test_hands_on_its_rules_differ_from_each_other_and_from_ours():
+    """Hands-on, 9.3.1. Who corrects himself earns nothing for it: line 365 takes the first box. The
+    first rule compares numbers (369), the second, which its loop uses, strings (394)."""
+    text = r"\boxed{50}? No: \boxed{63}"
+    agrees([rule_reward(text, "63"), course_reward(text, "63")], "1.5 0.5")
+    agrees([rule_reward(r"\boxed{63.0}", "63"), course_reward(r"\boxed{63.0}", "63")], "1.5 0.5")
+
 
 def test_hands_on_steps_alone_earn_nothing():
-    """Hands-on, 9.3.1, lines 494 to 506: before and after training, the answer is right."""
-    rewards = t64([rule_reward(BEFORE, "7"), rule_reward(AFTER, "7")])
-    equals(rewards, "1.5 1.5")
+    """Hands-on, 9.3.1, lines 494 to 506: the answer is right before and after the training."""
+    before = "I think there are 7 left. \\boxed{7}"
+    after = ("Let me calculate step by step:\n- John starts with 15 apples.\n"
+             "- He gives 3 to Mary: 15 - 3 = 12.\n- He gives 5 more to Kevin: 12 - 5 = 7.\n"
+             "- Therefore 7 apples are left.\n\\boxed{7}")
+    rewards = tensor([rule_reward(before, "7"), rule_reward(after, "7")])
+    agrees(rewards, "1.5 1.5")
     assert not group_advantages(rewards).any()
 
-def test_hands_on_a_group_is_a_row_and_equal_rewards_give_zero():
-    """Hands-on, 9.3.1 and 9.3.2, lines 337, 403, 567 and 589: two prompts, G = 3."""
-    for equal in ("1.5 1.5 1.5", "0 0 0"):
-        rewards = numbers("1 1 0 " + equal).view(-1, 3)
-        equals(group_advantages(rewards), "0.707107 0.707107 -1.414214  0 0 0")
 
-def test_hands_on_ratio_and_clip():
-    """Hands-on, 9.3.2, lines 623 and 634: 0, +20 and -20 %, and the interval [0.8, 1.2]."""
-    for new, ratio in (("0.5", "1"), ("0.6", "1.2"), ("0.4", "0.8")):
-        equals(one_token(new + " 0.5 0.5", advantage=1, beta=0)[1]["ratio_max"], ratio)
-    equals(clipped_surrogate(numbers("9 0.1").view(2, 1), numbers("1 -1")), "1.2 -0.8")
+@each("answers, right, printed, their_sum", {
+    # The right answer is 15 - 3 - 5 = 7. In what is printed, the wrong 15 has the most.
+    "line 747": ("3 7 12 7 15 7 8 10", "-0.774597 1.290994 -0.774597 1.290994 -0.774597 1.290994 "
+                 "-0.774597 -0.774597", "-1.2 +0.1 +0.8 +0.1 +1.5 +0.1 -0.3 +0.6", 1.7),
+    "line 752": ("7 7 7 8 7 7 7 7", 3 * "0.377964 " + "-2.645751" + 4 * " 0.377964",
+                 "0 0 0 -0.5 0 0 0 0", -0.5)})
+def test_hands_on_printed_advantages_do_not_sum_to_0(answers, right, printed, their_sum):
+    """Hands-on, 9.3.3, early and middle in the training."""
+    advantages = group_advantages(boxed_rewards(answers, "7"))
+    agrees(advantages, right)
+    agrees([advantages.sum(), numbers(printed).sum()], [0, their_sum])
 
-def test_hands_on_kl_and_total_loss():
-    """Hands-on, 9.3.2, lines 683 and 689: -J + beta KL, where A is 1."""
-    near(k3_kl(numbers("-1"), numbers("-1")), [math.exp(0) - 0 - 1])
-    losses = [one_token("0.2 0.2 0.4", advantage=1, beta=beta)[0] for beta in (0, 0.04)]
-    equals(losses, "-1 -0.987726")
-
-def test_hands_on_early_advantages_do_not_sum_to_0():
-    """Hands-on, 9.3.3, line 747: the right answer is 7."""
-    printed = "-1.2 +0.1 +0.8 +0.1 +1.5 +0.1 -0.3 +0.6"
-    rewards = boxed_rewards("3 7 12 7 15 7 8 10", str(15 - 3 - 5))
-    advantages = group_advantages(rewards)
-    near(advantages, torch.where(rewards == 1.5, 1.290994, -0.774597), 1e-6)
-    differs_from(advantages, printed)
-    equals([numbers(printed).sum(), advantages.sum()], "1.7 0")
-    assert numbers(printed).argmax() == 4  # and 15, which is wrong, has the most
-
-def test_hands_on_middle_advantages_do_not_sum_to_0():
-    """Hands-on, 9.3.3, line 752."""
-    printed = "0 0 0 -0.5 0 0 0 0"
-    rewards = boxed_rewards("7 7 7 8 7 7 7 7", "7")
-    advantages = group_advantages(rewards)
-    near(advantages, torch.where(rewards == 1.5, 0.377964, -2.645751), 1e-6)
-    differs_from(advantages[3], "-0.5")
-    equals([numbers(printed).sum(), advantages.sum()], "-0.5 0")
 
 def test_hands_on_late_group_has_no_gradient():
     """Hands-on, 9.3.3, line 757."""
     advantages = group_advantages(boxed_rewards("7 7 7 7 7 7 7 7", "7"))
-    assert not advantages.any() and not slopes_at_ratio_1(advantages).any()
+    assert not advantages.any() and not slopes_at_ratio_1(advantages, ones(8, 1)).any()
+
+
+def test_hands_on_mean_and_std_of_eight_are_misprinted():
+    """Hands-on, 9.3.3, line 786: the rewards sum to 7.5, and the printed mean is 7/8. The printed
+    std is the spread around that wrong mean."""
+    right = [EIGHT.mean(), EIGHT.std(correction=0)]
+    agrees([EIGHT.sum(), *right], "7.5 0.9375 0.634306")
+    differs_from(right, "0.875 0.637")
+    rounds_to([7 / 8, (EIGHT - 7 / 8).square().mean().sqrt()], "0.875 0.637")
+
 
 def test_hands_on_advantages_of_eight_fit_no_mean_and_std():
-    """Hands-on, 9.3.3, line 786: the rewards sum to 7.5, and the printed mean is 7/8."""
-    equals([EIGHT.sum(), 7 / 8], "7.5 0.875")
-    equals(mean_and_std(EIGHT), "0.9375 0.634306")
-    differs_from(mean_and_std(EIGHT), "0.875 0.637")
-    rounds_to((EIGHT - 0.875).square().mean().sqrt(), "0.637")  # around the wrong mean
-    # Line 785: the advantages must sum to 0, and their squares to 8.
-    printed = "0.82 -1.23 0.82 -1.23 0.12 0.82 -0.53 0.82"
-    right = "0.886796 -1.477994 0.886796 -1.477994 0.098533 0.886796 -0.689730 0.886796"
-    advantages = group_advantages(EIGHT)
-    equals(advantages, right)
-    differs_from(advantages, printed)
-    equals([advantages.sum(), advantages.square().sum()], "0 8")
-    equals([numbers(printed).sum(), numbers(printed).square().sum()], "0.41 6.0107")
+    """Hands-on, 9.3.3, line 785: advantages must sum to 0, and their squares to 8."""
+    printed, right = "0.82 -1.23 0.82 -1.23 0.12 0.82 -0.53 0.82", group_advantages(EIGHT)
+    agrees(right, "0.886796 -1.477994 0.886796 -1.477994 0.098533 0.886796 -0.689730 0.886796")
+    differs_from(right, printed)
+    agrees([right.sum(), right.square().sum()], "0 8")
+    agrees([numbers(printed).sum(), numbers(printed).square().sum()], "0.41 6.0107")
 
-def test_hands_on_code_divides_by_one_less_than_its_formula():
-    """Hands-on, 9.3.2, line 577: torch's std divides by G - 1, and line 546 by G."""
-    advantages = (EIGHT - EIGHT.mean()) / EIGHT.std()
-    equals(EIGHT.std(), "0.678101")
-    equals(advantages, "0.829522 -1.382537 0.829522 -1.382537 "
-                       "0.092169 0.829522 -0.645184 0.829522")
-    near(group_advantages(EIGHT) * (7 / 8) ** 0.5, advantages, 1e-6)
 
-# RLinf
+# ---- RLinf --------------------------------------------------------------------------------
 def test_rlinf_all_tokens_of_an_answer_have_its_advantage():
-    """RLinf, section 2, line 31: Scratch's rewards; section 4, line 99: a group of one."""
-    for token in clipped_surrogate(torch.ones(5, 3), group_advantages(FIVE)).T:
-        equals(token, FIVE_ADVANTAGES)
-    with pytest.raises(ValueError):
-        group_advantages(numbers("1"))
+    """RLinf, section 2, line 31: Scratch's rewards, three tokens each, at ratio 1."""
+    for token in clipped_surrogate(ones(5, 3), group_advantages(FIVE)).T:
+        agrees(token, FIVE_ADVANTAGES)
 
-def test_rlinf_formula_and_setting_average_differently():
-    """RLinf, sections 2 and 3, lines 45 and 78: the losses are the Book's."""
-    equals(average(LOSSES, LOSSES, "grpo"), "2.35")  # the formula
-    equals(average(LOSSES, LOSSES, "dapo"), "2.2")  # "token-mean"
+
+def test_rlinf_token_mean_depends_on_the_micro_batches():
+    """RLinf, sections 2 and 3, lines 45, 78 and 92: the losses are the Book's. Its token-mean is
+    that of a micro-batch, shipped as one answer. Averaged alike, they give its formula. With
+    `use_valid_token_scale`, which weighs by tokens, they give DAPO's mean."""
+    means = [average(LOSSES[i : i + 1], LOSS_MASK[i : i + 1], "dapo") for i in (0, 1)]
+    agrees([sum(means) / 2, average(LOSSES, LOSS_MASK, "grpo")], "2.35 2.35")
+    by_tokens = (5 * means[0] + 10 * means[1]) / 15
+    agrees([by_tokens, average(LOSSES, LOSS_MASK, "dapo")], "2.2 2.2")
+
 
 def test_rlinf_four_names_of_a_kl():
-    """RLinf, section 3, line 84: here pi_theta is 0.2, and pi_ref is 0.4."""
-    policies = numbers("0.2 0.4").log()
-    kl = [kl_estimate(*policies, name) for name in "low_var_kl kl abs mse".split()]
-    equals([*kl, kl_estimate(*policies)], "0.306853 -0.693147 0.693147 0.240227 0.306853")
+    """RLinf, section 3, line 84, and Book, 11.2.3, line 289 ("mse", which is k2): here pi_theta is
+    0.2, and pi_ref is 0.4. k3 is the default."""
+    pi, ref = numbers("0.2").log(), numbers("0.4").log()
+    agrees([kl_estimate(pi, ref, name) for name in ("low_var_kl", "kl", "abs", "mse")],
+           "0.306853 -0.693147 0.693147 0.240227")
+    agrees(kl_estimate(pi, ref), 0.306853)
 
 
-# --- Advantages ---
-@each("scale, rewards, right", [
-    ("group", "1.5 1.5 0.5 0.5", "1 1 -1 -1"), ("none", "0 1 1 2", "-1 0 0 1"),
-    ("rloo", "0 1 1 2", "-1.33333333 0 0 1.33333333"),  # 2 - 2/3, the mean of the others
-    ("batch", "0 1 1 2", "-1.41421356 0 0 1.41421356"),  # over the std of 0 1 1 2 and 2 2 2 2
-    # These are not quite equal, and float32 would be too coarse for the last.
-    ("group", "0 1e-9", "-1 1"), ("group", "1 1.0000026", "-1 1"),
-    ("group", "1 1.000002 1.000006", "-1.06904497 -0.26726124 1.33630621"),
-    # These are equal, or as good as equal: exactly 0.
-    ("group", "1 1.0000004", "0 0"), ("group", "100000001 100000000 100000000", "0 0 0"),
-    ("rloo", "0.30000000000000004 0.3 0.3", "0 0 0"),  # 0.1 + 0.2, and 0.3
-    ("group", "-7 -7.000001", "0 0"), ("batch", "0 0 0", "0 0 0"),
-])
-def test_advantages(scale, rewards, right):
-    rewards, right = numbers(rewards), numbers(right)
-    groups = torch.stack([rewards, rewards.max().expand_as(rewards)])  # the second is all equal
-    found = group_advantages(groups, scale)
-    near(found, torch.stack([right, 0 * right]), 1e-6 * right.abs().max())  # zeros are exact
-    assert found.dtype == torch.float32
-    for bad in (math.nan, math.inf):  # it shows, and does not become 0
-        rewards[0] = bad
-        assert not group_advantages(rewards, scale).isfinite().all()
+# ==== The sections of grpo.py ==============================================================
+# ---- 1. Advantages ------------------------------------------------------------------------
+@each("scale_rewards, right", [
+    ("group", "-1.414214 0 0 1.414214"), ("none", "-1 0 0 1"),
+    ("rloo", "-1.333333 0 0 1.333333")])  # 2 - 2/3, the mean of the others
+def test_advantages_by_hand(scale_rewards, right):
+    advantages = group_advantages(numbers("0 1 1 2")[None], scale_rewards)
+    agrees(advantages, right)
+    assert advantages.dtype == torch.float32
 
 
-# --- k3 and the masked mean: values and gradients ---
-def test_k3_far_apart_and_nearly_the_same():
-    x = numbers("1e-6 0.5 99 -30")  # log(pi_theta / pi_ref)
-    near(k3_kl(x, 0 * x) / numbers("5e-13 0.10653066 98 1.0686475e13"), 0 * x + 1, 1e-6)
-    slopes = gradient(lambda x: k3_kl(x, 0 * x).sum(), x)
-    near(slopes / numbers("1e-6 0.39346934 1 -1.0686475e13"), 0 * x + 1, 1e-6)
-    far = torch.tensor([1e30, -1e30])  # in float32
-    for found in (k3_kl(far, -far), gradient(lambda x: k3_kl(x, -far).sum(), far)):
-        assert found.isfinite().all()
-
-def test_masked_mean():
-    values = numbers("1 3 nan inf nan 7 8 nan -inf").view(3, 3)
-    mask = numbers("1 1 0 0 0 0 1 0 0").view(3, 3)
-    near([masked_mean(values, mask), average(values, mask)], [4, 10 / 3])  # of 2, 0, 8
-    near(average(values, mask, "dr_grpo", 2), 12 / 6)
-    near(masked_mean(mask, mask[0]), 1 / 2)  # one mask for all rows
-    near(gradient(lambda x: masked_mean(x, mask), values), mask / 3)
-    # Only what is masked may disappear. To hide more would hide a broken model.
-    assert masked_mean(values, torch.ones(3, 3)).isnan()
-
-def test_the_overlong_penalty():
-    lengths = numbers("1 12 13 20 23")  # for a limit of 20 tokens and a buffer of 8
-    near(overlong_penalty(lengths, 20, 8), numbers("0 0 -0.125 -1 -1"))
+def test_batch_divides_by_the_std_of_all_groups_together():
+    rewards = numbers("0 2", "1 1")  # the std of all four is sqrt(1/2)
+    agrees(group_advantages(rewards, "batch"), [-2**0.5, 2**0.5, 0, 0])
 
 
-# --- The loss, against one slow loss ---
-def slow_loss(row, logprobs, old, ref, advantages, mask):  # row: a variant, and a loss_type
-    config = GRPOConfig(**kwargs(VARIANTS[row[0]]))
-    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    losses = torch.zeros_like(old)
-    for i, t in mask.nonzero().tolist():
-        A = advantages[i]
-        ratios = (logprobs - old)[i, mask[i]].exp()
-        ratio = ratios[t]
-        if config.importance_sampling_level == "sequence":
-            ratio = ratios.prod() ** (1 / len(ratios))
-        bound = 1 + high if A > 0 else 1 - config.epsilon
-        x = logprobs[i, t] - ref[i, t]  # log(pi_theta / pi_ref)
-        kl = {"low_var_kl": (-x).exp() + x - 1, "kl": x, "abs": x.abs(), "mse": x * x / 2}
-        weight = config.beta * ratio if config.use_bias_correction_kl else config.beta
-        losses[i, t] = weight * kl[config.kl_penalty_type] - min(A * ratio, A * bound)
-    return {"grpo": (losses.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean(),  # 0 if it is empty
-            "dapo": losses.sum() / mask.sum(), "dr_grpo": losses.sum() / (len(mask) * 7)}[row[1]]
-
-def batch():
-    """Six completions of up to five tokens: three log-probs, advantages, mask."""
-    noise = (t64(range(120)) ** 2).sin().view(4, 6, 5)  # it has no pattern, and is always the same
-    logprobs, old, ref = 0.4 * noise[:3] - 2
-    mask = torch.arange(5) < torch.tensor([[5], [1], [0], [3], [4], [2]])  # one is empty
-    return logprobs, old, ref, noise[3, :, 0], mask
-
-ROWS, *_, MASK = batch()
-VARIANTS = {  # the settings that are not the defaults
-    "the papers": "", "no KL": "beta=0", "clip-higher": "epsilon_high=0.28",
-    "much k1": "epsilon=0.1, epsilon_high=0, beta=0.5, kl_penalty_type='kl'",
-    "no lower bound": "epsilon=1.5, epsilon_high=0.1, kl_penalty_type='abs'",
-    "TRL": "beta=0.3, use_bias_correction_kl=True",
-    "corrected k2": "kl_penalty_type='mse', use_bias_correction_kl=True",
-    "GSPO": "beta=0.3, epsilon=0.1, importance_sampling_level='sequence'",
-    "corrected GSPO": "importance_sampling_level='sequence', use_bias_correction_kl=True"}
-
-def run_loss(row, logprobs, old, ref, *others):
-    ref = None if row[0] == "no KL" else ref  # it needs none
-    leaf = logprobs.clone().requires_grad_()
-    loss, metrics = grpo_loss(leaf, old, ref, *others, **kwargs(VARIANTS[row[0]]), loss_type=row[1],
-                              max_completion_length=7)
-    return loss.detach(), torch.autograd.grad(loss, leaf)[0], metrics
-
-@each("row", [*itertools.product(VARIANTS, ["grpo", "dapo", "dr_grpo"])], ids=" ".join)
-def test_the_loss_is_the_slow_one_and_padding_has_no_part_in_it(row):
-    leaf, *others = batch()
-    right = slow_loss(row, leaf.requires_grad_(), *others)
-    right_slope = torch.autograd.grad(right, leaf)[0]
-    # To mask only the result would leave NaN in the gradient.
-    for padding in (1.0, math.nan, math.inf):
-        padded = [x.masked_fill(~MASK, padding) for x in batch()[:3]]
-        padded.append(others[2].masked_fill(~MASK.any(dim=1), padding))
-        loss, slope, metrics = run_loss(row, *padded, MASK.float())
-        near(loss, right.detach())
-        near(slope, right_slope)
-        assert t64(list(metrics.values())).isfinite().all()
-    tensors = [tensor.float() for tensor in batch()]
-    tensors[1][0, 1] -= 1000  # a wild token: e^1000 times as likely as under pi_old
-    before = str(tensors)
-    loss, slope, metrics = run_loss(row, *tensors)
-    assert str(tensors) == before  # the arguments are not changed
-    assert t64([loss, *metrics.values()]).isfinite().all() and slope.isfinite().all()
-    near(slope[1:], right_slope[1:], 1e-6)  # no other completion is harmed
-    assert set(run_loss(row, *tensors[:4], 0 * MASK)[2].values()) == {0.0}  # no token at all
-
-def test_wrong_shapes_are_refused():
-    wrong = [5 * [ROWS[0]]]
-    for i, shape in enumerate([[5], [1, 5], [6, 1], [6, 1], [5]]):
-        wrong.append(list(batch()))
-        wrong[-1][i] = torch.zeros(shape)
-    for tensors in wrong:
-        with pytest.raises(ValueError, match="advantages"):
-            grpo_loss(*tensors)
-
-@each("said, function, arguments", [
-    ("two or more", group_advantages, [ROWS[:, :1]]),
-    ("'std'.*rloo", group_advantages, [ROWS, "std"]),
-    ("'k3'.*abs", kl_estimate, [ROWS, ROWS, "k3"]),
-    ("length", average, [ROWS, MASK, "dr_grpo"]),
-    ("'mean'.*dapo", average, [ROWS, MASK, "mean", 7]),
-    ("ref_logprobs are needed", grpo_loss, [ROWS, ROWS, None, ROWS[:, 0], MASK]),
-    ("'tokens'", lambda level: grpo_loss(*batch(), importance_sampling_level=level),
-     ["tokens"])])
-def test_impossible_arguments_are_refused(said, function, arguments):
-    with pytest.raises(ValueError, match=said):
-        function(*arguments)
+@each("rewards, right", {
+    "tiny": ("0 1e-9", "-1 1"),
+    "too fine for float32": ("1 1.000002 1.000006", "-1.069045 -0.267261 1.336306")})
+def test_small_differences_between_rewards_count(rewards, right):
+    agrees(group_advantages(numbers(rewards)), right)
 
 
-# --- The apples that grpo.py prints ---
+@each("scale_rewards", ["group", "none", "batch", "rloo"])
+@each("rewards", ["0.30000000000000004 0.3 0.3", "1 1.0000004 1", "100000001 100000000 100000000",
+                  "-7 -7.000001 -7", "0 0 0"])  # the first is 0.1 + 0.2
+def test_rewards_that_are_equal_but_for_rounding_give_exactly_0(rewards, scale_rewards):
+    """In another group, they differ."""
+    advantages = group_advantages(numbers(rewards, "1 2 3"), scale_rewards)
+    assert advantages[0].tolist() == [0, 0, 0]
+
+
+@each("said, rewards, scale_rewards", [
+    ("two or more", "1", "group"), ("'std', not one of .*rloo", "1 2", "std")])
+def test_a_group_of_one_and_an_unknown_scale_are_refused(said, rewards, scale_rewards):
+    """A group needs two: RLinf, section 4, line 99."""
+    with refused(said):
+        group_advantages(numbers(rewards), scale_rewards)
+
+
+@each("bad", ["nan", "inf", "-inf"])
+def test_rewards_that_are_not_finite_show(bad):
+    assert not group_advantages(numbers(f"{bad} 1 1")).isfinite().all()
+
+
+# ---- 2. Ratio and clip: their cases are in the documents, and below in section 5 ----------
+# ---- 3. The KL penalty --------------------------------------------------------------------
+def test_k3_is_precise_near_0_and_finite_in_float32():
+    """Value and gradient, at some log(pi_theta / pi_ref)."""
+    def slope(log_ratio):
+        return gradient(lambda x: k3_kl(x, 0 * x).sum(), log_ratio)
+
+    log_ratio, far = numbers("1e-6 0.5 99 -30"), tensor([1e30, -1e30])
+    k3 = k3_kl(log_ratio, 0 * log_ratio)
+    agrees(k3, "5e-13 0.10653066 98 1.0686475e13", within=0, relatively=1e-6)
+    agrees(slope(log_ratio), "1e-6 0.39346934 1 -1.0686475e13", within=0, relatively=1e-6)
+    assert k3_kl(far, 0 * far).isfinite().all() and slope(far).isfinite().all()
+
+
+# Exact expected values, over a vocabulary of five tokens, without sampling. The policies are far
+# apart. If they were close, both directions of the KL would be nearly equal.
+POLICY = numbers("0.55 0.25 0.1 0.05 0.05")
+OLD = numbers("0.1 0.2 0.4 0.2 0.1")
+REFERENCE = numbers("0.03 0.07 0.15 0.3 0.45")
+TOKEN_REWARDS = numbers("0 2 1 5 3")
+
+
+def exact_kl(p, q):
+    """KL(p || q)."""
+    return (p * (p / q).log()).sum()
+
+
+@each("drawn_from, settings, kl", {  # pi_old; the KL that descent makes smaller
+    "k1: none": (POLICY, dict(kl_penalty_type="kl"), lambda p: 0 * p.sum()),
+    "k2: the right one": (POLICY, dict(kl_penalty_type="mse"), lambda p: exact_kl(p, REFERENCE)),
+    "k3: the other way round": (POLICY, {}, lambda p: exact_kl(REFERENCE, p)),
+    "k3 x ratio: the right one": (OLD, dict(use_bias_correction_kl=True),
+                                  lambda p: exact_kl(p, REFERENCE))})
+def test_what_the_loss_descends_on_average(drawn_from, settings, kl):
+    """The gradient of the loss is that of the KL minus the expected reward. 20 completions of one
+    token have each token as often as pi_old draws it. Nothing is clipped."""
+    tokens = arange(5).repeat_interleave((20 * drawn_from).round().long())
+
+    def loss(logits):
+        loss, _ = grpo_loss(
+            logprobs=logits.log_softmax(0)[tokens].unsqueeze(1),
+            old_logprobs=drawn_from.log()[tokens].unsqueeze(1),
+            ref_logprobs=REFERENCE.log()[tokens].unsqueeze(1),
+            advantages=(TOKEN_REWARDS - 7)[tokens],  # 7: any baseline will do
+            mask=ones(20, 1), beta=1, epsilon=99, **settings)
+        return loss
+
+    def descended(logits):
+        policy = logits.softmax(0)
+        return kl(policy) - policy @ TOKEN_REWARDS
+
+    agrees(gradient(loss, POLICY.log()), gradient(descended, POLICY.log()), within=1e-12)
+
+
+# ---- 4. The masked mean -------------------------------------------------------------------
+VALUES = numbers("1 3 nan", "inf nan 7", "8 nan -inf")
+VALUES_MASK = numbers("1 1 0", "0 0 0", "1 0 0").bool()
+
+
+@each("mask", [VALUES_MASK, VALUES_MASK.int(), VALUES_MASK.double()])
+def test_the_masked_mean_takes_what_is_set_and_nothing_else(mask):
+    agrees(masked_mean(VALUES, mask), (1 + 3 + 8) / 3)
+    agrees(masked_mean(VALUES, mask, dim=1), "2 0 8")  # 0, where none is set
+    agrees(masked_mean(numbers("1 2", "3 4"), mask[2:, :2]), 2)  # a mask of one row is for all
+    agrees(gradient(lambda values: masked_mean(values, mask), VALUES), VALUES_MASK / 3)
+
+
+def test_a_nan_that_is_not_masked_shows():
+    """To hide more than the padding would hide a broken model."""
+    assert masked_mean(VALUES, ones(3, 3)).isnan()
+
+
+# ---- 5. The loss --------------------------------------------------------------------------
 PRINTED = r"""
 completion        reward  advantage  ratio  surrogate      k3  gradient
 3+2 = \boxed{5}      1.5        1.0    1.5        1.2  0.0721    0.0017
@@ -567,108 +663,224 @@ completion        reward  advantage  ratio  surrogate      k3  gradient
 loss 0.2057
 """
 
-def test_the_apples(capsys):
-    apples = runpy.run_path(grpo.__file__, run_name="__main__")
-    assert capsys.readouterr().out == PRINTED.lstrip()
-    given = [apples[name] for name in "logprobs old_logprobs old_logprobs advantages mask".split()]
-    for loss_type, corrected, loss in [
-            ("dapo", False, 0.1051), ("dr_grpo", False, 0.0394), ("dapo", True, 0.1035)]:
-        _, metrics = grpo_loss(*given, loss_type=loss_type, max_completion_length=4,
-                               use_bias_correction_kl=corrected)
-        right = {"loss": loss, "kl": 0.7580 / 6, "clip_fraction": 2 / 6, "ratio_max": 1.5}
-        assert metrics == pytest.approx(right, abs=5e-5)
+
+def test_the_apples_are_printed(printed):
+    runpy.run_path(grpo.__file__, run_name="__main__")
+    assert printed() == PRINTED.lstrip()
 
 
-# --- Expected values: exact sums over a vocabulary of five, without sampling ---
-# The policies are far apart. If they are close, both directions of the KL are nearly equal.
-POLICY, OLD, REFERENCE = numbers(
-    "0.55 0.25 0.1 0.05 0.05  0.1 0.2 0.4 0.2 0.1  0.03 0.07 0.15 0.3 0.45").view(3, 5)
-
-def exact_kl(p, q):
-    return (p * (p / q).log()).sum()
-
-@cases("drawn_from, settings, kl", {  # pi_old; what is descended, beside minus the mean reward
-    "k1": (POLICY, "kl_penalty_type='kl'", lambda p: 0),
-    "k2": (POLICY, "kl_penalty_type='mse'", lambda p: exact_kl(p, REFERENCE)),
-    "k3": (POLICY, "", lambda p: exact_kl(REFERENCE, p)),
-    "k3 x ratio": (OLD, "use_bias_correction_kl=True", lambda p: exact_kl(p, REFERENCE))})
-def test_what_the_loss_descends_on_average(drawn_from, settings, kl):
-    """20 completions of one token, each as often as pi_old draws it. Nothing is clipped."""
-    rewards = numbers("0 2 1 5 3")  # of the five tokens
-    tokens = torch.arange(5).repeat_interleave((20 * drawn_from).round().long())
-    def loss(logits):
-        logprobs = logits.log_softmax(0)
-        # pi_old and pi_ref are constants, even if the same graph made them.
-        policies = [POLICY, drawn_from, REFERENCE]
-        tensors = [(logprobs + (other / POLICY).log())[tokens].unsqueeze(1) for other in policies]
-        advantages = (rewards - 7)[tokens]  # a baseline makes no difference
-        mask = torch.ones(20, 1)
-        return grpo_loss(*tensors, advantages, mask, beta=1, epsilon=99, **kwargs(settings))[0]
-    right = gradient(lambda x: kl(x.softmax(0)) - x.softmax(0) @ rewards, POLICY.log())
-    near(gradient(loss, POLICY.log()), right)
+@each("settings, loss", {
+    "grpo": (dict(loss_type="grpo"), 0.2057), "dapo": (dict(loss_type="dapo"), 0.1051),
+    "dr_grpo": (dict(loss_type="dr_grpo", max_completion_length=4), 0.0394),
+    # By token, the KL counts 1.5, 1, 0.5, 1.5, 0.5, 1 times: (0.6 + 0.04 * 0.5232) / 6.
+    "r * k3": (dict(loss_type="dapo", use_bias_correction_kl=True), 0.1035)})
+def test_the_loss_of_the_apples(settings, loss):
+    """As worked out in section 5. Two of six tokens are clipped. The sum of k3 is 0.7580."""
+    pi = numbers("0.3 0.2", "0.1 1", "0.3 1", "0.1 0.2")  # 1: padding
+    old = torch.full_like(pi, 0.2).log()
+    found, metrics = grpo_loss(pi.log(), old, old, numbers("1 1 -1 -1"), pi < 1, **settings)
+    agrees(found, loss, within=5e-5)
+    agrees([metrics["loss"], metrics["kl"]], [loss, 0.7580 / 6], within=5e-5)
+    agrees([metrics["clip_fraction"], metrics["ratio_max"]], [2 / 6, 1.5])
 
 
-# --- Parity with TRL 1.16: its figures, and where it is installed its own code ---
-def trl_loss(row, logprobs, old, ref, advantages, mask):
-    """GRPOTrainer._compute_loss on a mock trainer. What is not set here is a mock: true."""
-    trl = pytest.importorskip("trl")  # without it, its figures have to do
-    if not trl.__version__.startswith("1.16."):
-        pytest.skip(f"the parity is with TRL 1.16, and this is {trl.__version__}")
-    config = grpo.GRPOConfig(**kwargs(VARIANTS[row[0]]), loss_type=row[1], max_completion_length=7)
-    config.delta = None
-    trainer = MagicMock(  # the settings have TRL's names
-        **vars(config), args=config, epsilon_low=config.epsilon, off_policy_mask_threshold=None,
-        top_entropy_quantile=1.0, aux_loss_enabled=False, use_vllm=False,
-        _entropy_bonus_enabled=False)
-    trainer.epsilon_high = config.epsilon_high or config.epsilon
-    trainer.model.training = False
-    trainer.accelerator = MagicMock(num_processes=1, gather=torch.clone)
-    trainer._get_per_token_logps_and_entropies.return_value = (logprobs, 0 * old, None)
-    ids = mask.long()
-    return trl.GRPOTrainer._compute_loss(trainer, None, dict(
-        prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=ids,
-        advantages=advantages, old_per_token_logps=old, ref_per_token_logps=ref,
-        num_items_in_batch=mask.sum()))
-
-@each("row, figures", {  # the loss; sum and length of its gradient
-    ("the papers", "grpo"): "0.2256250593892 0.115624951016 0.1918599797598",
-    ("clip-higher", "dr_grpo"): "0.1038527163405 0.07242620397321 0.07435582204311",
-    ("TRL", "dapo"): "0.3110928775499 0.1974924852299 0.2083251191769",
-    ("GSPO", "grpo"): "0.2235127094673 -0.122518523693 0.1737799087193"}.items())
-def test_loss_and_gradient_are_trls(row, figures):
-    logprobs, *others = batch()
-    loss, slope, _ = run_loss(row, logprobs, *others)
-    near([loss, slope.sum(), slope.norm()], numbers(figures))
-    theirs = trl_loss(row, logprobs.requires_grad_(), *others)
-    near(loss, theirs.detach())
-    near(slope, torch.autograd.grad(theirs, logprobs)[0])
+# Settings of the loss that are not the defaults, and what is computed with them in a slow way.
+VARIANTS = {
+    "the papers": {},
+    "no KL": dict(beta=0),
+    "clip-higher": dict(epsilon_high=0.28),
+    "much k1": dict(epsilon=0.1, epsilon_high=0, beta=0.5, kl_penalty_type="kl"),
+    "no lower bound": dict(epsilon=1.5, epsilon_high=0.1, kl_penalty_type="abs"),
+    "TRL": dict(beta=0.3, use_bias_correction_kl=True),
+    "corrected k2": dict(kl_penalty_type="mse", use_bias_correction_kl=True),
+    "GSPO": dict(beta=0.3, epsilon=0.1, importance_sampling_level="sequence"),
+    "corrected GSPO": dict(importance_sampling_level="sequence", use_bias_correction_kl=True)}
+MAX_LENGTH = 7  # for dr_grpo
 
 
-# --- Pasted under its imports, this much of grpo.py works in another project ---
-@each("imports, names, arguments", [  # the last of the functions is called
-    ("re", "extract_boxed read_number rule_reward", [r"\boxed{63}", "63.0"]),
-    ("torch", "group_advantages", [MASK.long()]), ("torch", "masked_mean", [ROWS, MASK]),
-    ("torch", "clipped_surrogate", [ROWS, ROWS[:, 0]]), ("torch", "k3_kl", [ROWS, ROWS]),
-    ("torch", "masked_mean average clipped_surrogate k3_kl kl_estimate grpo_loss", batch()),
-    ("torch", "forward log_probability token_logprobs",
-     [lambda **_: Mock(logits=torch.zeros(6, 3, 4)), MASK.long(), MASK.long(), 2])])
-def test_pasted_into_another_project(imports, names, arguments):
+def loss_inputs():
+    """Six completions of up to five tokens, one of them empty. The numbers have no pattern."""
+    noise = (arange(120.0, dtype=torch.float64) ** 2).sin().view(4, 6, 5)
+    lengths = tensor([[5], [1], [0], [3], [4], [2]])
+    return dict(logprobs=0.4 * noise[0] - 2, old_logprobs=0.4 * noise[1] - 2,
+                ref_logprobs=0.4 * noise[2] - 2, advantages=noise[3, :, 0],
+                mask=arange(5) < lengths)
+
+
+def slow_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, loss_type="grpo", **settings):
+    """The loss, token by token."""
+    config = GRPOConfig(**settings)
+    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    losses = torch.zeros_like(old_logprobs)
+    for i, t in mask.nonzero().tolist():
+        ratios = (logprobs - old_logprobs)[i, mask[i]].exp()  # of the whole completion
+        ratio = ratios[t]
+        if config.importance_sampling_level == "sequence":
+            ratio = ratios.prod() ** (1 / len(ratios))
+        clipped_ratio = min(max(ratio, 1 - config.epsilon), 1 + high)
+        surrogate = min(ratio * advantages[i], clipped_ratio * advantages[i])
+        d = logprobs[i, t] - ref_logprobs[i, t]
+        kl = {"low_var_kl": (-d).exp() + d - 1, "kl": d, "abs": d.abs(), "mse": d * d / 2}
+        penalty = kl[config.kl_penalty_type]
+        if config.use_bias_correction_kl:
+            penalty = ratio * penalty
+        losses[i, t] = -surrogate + config.beta * penalty
+    if loss_type == "grpo":
+        return (losses.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean()
+    return losses.sum() / (mask.sum() if loss_type == "dapo" else len(mask) * MAX_LENGTH)
+
+
+def loss_slope_metrics(inputs, **settings):
+    """What grpo_loss gives: the loss, its gradient for the log-probs of pi_theta, the metrics."""
+    leaf = inputs["logprobs"].clone().requires_grad_()
+    loss, metrics = grpo_loss(**inputs | dict(logprobs=leaf), max_completion_length=MAX_LENGTH,
+                              **settings)
+    return loss.detach(), torch.autograd.grad(loss, leaf)[0], metrics
+
+
+@each("loss_type", ["grpo", "dapo", "dr_grpo"])
+@each("settings", VARIANTS)
+def test_loss_and_gradient_are_the_slow_ones_whatever_the_padding_holds(settings, loss_type):
+    settings = settings | dict(loss_type=loss_type)
+    inputs, mask = loss_inputs(), loss_inputs()["mask"]
+    leaf = inputs["logprobs"].clone().requires_grad_()
+    right = slow_loss(**inputs | dict(logprobs=leaf), **settings)
+    right_slope = torch.autograd.grad(right, leaf)[0]
+    for padding in (1.0, nan, inf):
+        for name in ("logprobs", "old_logprobs", "ref_logprobs"):
+            inputs[name] = inputs[name].masked_fill(~mask, padding)
+        inputs["advantages"] = inputs["advantages"].masked_fill(~mask.any(dim=1), padding)
+        loss, slope, metrics = loss_slope_metrics(inputs | dict(mask=mask.float()), **settings)
+        agrees(loss, right.detach(), within=1e-12)
+        agrees(slope, right_slope, within=1e-12)
+        assert all(map(isfinite, metrics.values()))
+
+
+@each("settings", VARIANTS)
+def test_a_wild_token_spoils_no_other_completion(settings):
+    """In float32. It is e^1000 times as likely as under pi_old."""
+    inputs = {name: tensor.float() for name, tensor in loss_inputs().items()}
+    _, right_slope, _ = loss_slope_metrics(inputs, **settings)
+    inputs["old_logprobs"][0, 1] -= 1000
+    loss, slope, metrics = loss_slope_metrics(inputs, **settings)
+    assert loss.isfinite() and slope.isfinite().all()
+    assert all(map(isfinite, metrics.values()))
+    agrees(slope[1:], right_slope[1:])
+
+
+def test_a_loss_without_any_token_is_0():
+    _, _, metrics = loss_slope_metrics(loss_inputs() | dict(mask=zeros(6, 5)))
+    assert set(metrics.values()) == {0.0}
+
+
+def test_pi_old_and_pi_ref_get_no_gradient_and_nothing_is_changed():
+    inputs = loss_inputs()
+    for name in ("logprobs", "old_logprobs", "ref_logprobs"):
+        inputs[name].requires_grad_()
+    grpo_loss(**inputs)[0].backward()
+    assert inputs["logprobs"].grad.any()
+    assert inputs["old_logprobs"].grad is inputs["ref_logprobs"].grad is None
+    assert all(equal(inputs[name], tensor) for name, tensor in loss_inputs().items())
+
+
+def test_without_a_reference_the_kl_is_0():
+    assert grpo_loss(**loss_inputs() | dict(ref_logprobs=None), beta=0)[1]["kl"] == 0
+
+
+@each("said, arguments", [
+    ("torch.Size([5])", dict(logprobs=zeros(5))),  # such shapes would be broadcast
+    ("torch.Size([1, 5])", dict(old_logprobs=zeros(1, 5))),
+    ("torch.Size([6, 1])", dict(ref_logprobs=zeros(6, 1))),
+    ("mask torch.Size([6, 1])", dict(mask=zeros(6, 1))),
+    ("advantages torch.Size([5])", dict(advantages=zeros(5))),
+    ("advantages torch.Size([6, 1])", dict(advantages=zeros(6, 1))),
+    ("ref_logprobs are needed", dict(ref_logprobs=None)), ("'k3'", dict(kl_penalty_type="k3")),
+    ("'mean'", dict(loss_type="mean")), ("max_completion_length", dict(loss_type="dr_grpo")),
+    ("'tokens'", dict(importance_sampling_level="tokens"))])
+def test_what_has_no_loss_is_refused(said, arguments):
+    with refused(re.escape(said)):
+        grpo_loss(**loss_inputs() | arguments)
+
+
+PARITY = {  # settings: the loss by TRL 1.16's own code, and sum and norm of its gradient
+    "the papers": ({}, "0.2256250593892 0.115624951016 0.1918599797598"),
+    "clip-higher": (dict(epsilon_high=0.28, loss_type="dr_grpo"),
+                    "0.1038527163405 0.07242620397321 0.07435582204311"),
+    "TRL's default KL": (dict(beta=0.3, use_bias_correction_kl=True, loss_type="dapo"),
+                         "0.3110928775499 0.1974924852299 0.2083251191769"),
+    "GSPO": (dict(beta=0.3, epsilon=0.1, importance_sampling_level="sequence"),
+             "0.2235127094673 -0.122518523693 0.1737799087193")}
+
+
+@each("settings, figures", PARITY)
+def test_loss_and_gradient_have_the_figures_of_trl(settings, figures):
+    """`python .ci/trl_figures.py` computes them, where TRL is installed."""
+    loss, slope, _ = loss_slope_metrics(loss_inputs(), **settings)
+    agrees([loss, slope.sum(), slope.norm()], figures, within=1e-12)
+
+
+@each("imports, functions, arguments", {  # the last of the functions is called
+    "rule_reward": ("re", [extract_boxed, grpo.read_number, rule_reward], [r"\boxed{63}", "63.0"]),
+    "group_advantages": ("torch", [group_advantages], [LOSSES]),
+    "grpo_loss": ("torch", [masked_mean, average, clipped_surrogate, k3_kl, kl_estimate, grpo_loss],
+                  loss_inputs().values()),
+    "token_logprobs": ("torch", [grpo.forward, grpo.log_probability, token_logprobs],
+                       [lambda **_: SimpleNamespace(logits=zeros(2, 6, 4)),
+                        LOSS_MASK.long(), LOSS_MASK.long(), 5])})
+def test_functions_stand_alone_when_they_are_pasted(imports, functions, arguments):
     project = {}
     exec(f"import {imports}", project)
-    for name in names.split():
-        exec(inspect.getsource(getattr(grpo, name)), project)
-    assert str(project[name](*arguments)) == str(getattr(grpo, name)(*arguments))
+    for function in functions:
+        exec(inspect.getsource(function), project)
+    pasted = project[functions[-1].__name__]
+    assert str(pasted(*arguments)) == str(functions[-1](*arguments))
 
 
-# --- One tiny world: a tokenizer, a model of any family, a few examples, a way to train ---
-NAN = math.nan
+# ---- 6. Settings --------------------------------------------------------------------------
+IMPOSSIBLE = {  # settings: values that they cannot have
+    ("num_generations",): [1],
+    ("prompts_per_step", "max_completion_length", "steps", "num_iterations", "num_mini_batches",
+     "micro_batch_size"): [0, 2.0, True, None, "1"],
+    ("temperature", "max_grad_norm"): [0, None],
+    ("dynamic_sampling", "warmup_steps", "seed", "save_steps"): [-1, 0.5, None],
+    ("beta", "epsilon", "learning_rate"): [-0.1, nan, inf, True, None, "1"],
+    ("epsilon_high",): [-0.1, nan],
+    ("loss_type", "scale_rewards", "kl_penalty_type", "importance_sampling_level"): ["x", None],
+    ("bf16", "use_bias_correction_kl"): [1, "no"]}
+
+
+@each("name, value", [(name, value) for names, values in IMPOSSIBLE.items()
+                      for name in names for value in values])
+def test_impossible_settings_are_refused(name, value):
+    with refused(f"{name} is {value!r}"):
+        GRPOConfig(**{name: value})
+
+
+def test_a_step_cannot_have_more_mini_batches_than_completions():
+    assert GRPOConfig(prompts_per_step=2, num_generations=4, num_mini_batches=8)
+    with refused("num_mini_batches is 9"):
+        GRPOConfig(prompts_per_step=2, num_generations=4, num_mini_batches=9)
+
+
+def test_numbers_of_numpy_become_pythons():
+    """A checkpoint with numbers of NumPy could not be read again."""
+    config = GRPOConfig(steps=np.int64(3), beta=np.float32(0.5), bf16=np.bool_(True))
+    plain = GRPOConfig(steps=3, beta=0.5, bf16=True)
+    assert json.dumps(vars(config)) == json.dumps(vars(plain))
+
+
+# ---- A tiny world for the sections about models -------------------------------------------
 PAD, END, EOS = 0, 1, 2  # as in Qwen there are two end tokens, and the config knows only one
 VOCABULARY = 48  # more than the tokenizer's words, as in Qwen
+EXAMPLES = [{"prompt": prompt} for prompt in ("a", "b c", "c d e", "d", "e f", "f g a", "g")]
+USER_A = [{"role": "user", "content": "a"}]  # a chat
+
 
 def tiny_tokenizer(padding="<pad>"):
-    special = "<pad> <end> <eos> <unk> user assistant".split()
-    ids = {word: i for i, word in enumerate([*special, *string.ascii_lowercase, *string.digits])}
-    core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    """A tokenizer whose words are letters and digits, with a chat template."""
+    special = ["<pad>", "<end>", "<eos>", "<unk>", "user", "assistant"]
+    words = [*special, *string.ascii_lowercase, *string.digits]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     template = ("{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"
                 "{% if add_generation_prompt %}assistant {% endif %}")
@@ -676,11 +888,13 @@ def tiny_tokenizer(padding="<pad>"):
         tokenizer_object=core, pad_token=padding, eos_token="<eos>", unk_token="<unk>",
         additional_special_tokens=["<end>", "<pad>"], chat_template=template)
 
+
 TOKENIZER = tiny_tokenizer()
 PLAIN = dict(  # settings of a family that has none of its own
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, eos_token_id=EOS,
     bos_token_id=None, pad_token_id=PAD, tie_word_embeddings=False, initializer_range=0.4)
+
 
 def tiny_model(family="qwen2", **settings):
     """A random model. Its weights are large, so some tokens are likelier than others."""
@@ -692,170 +906,236 @@ def tiny_model(family="qwen2", **settings):
     model.generation_config.eos_token_id = [END, EOS]
     return model.eval()
 
+
 def ending_model(logit, family="qwen2", **settings):
     """`logit` is added to the logits of the end tokens. At -100 no completion ends."""
     model = tiny_model(family, **settings)
-    model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY), requires_grad=False)
+    model.lm_head.bias = torch.nn.Parameter(zeros(VOCABULARY), requires_grad=False)
     model.lm_head.bias[[END, EOS]] = logit
     return model
 
-def examples_of(*prompts):
-    return [{"prompt": prompt} for prompt in prompts]
 
-EXAMPLES = examples_of("a", "b c", "c d e", "d", "e f", "f g a", "g")
-PROMPTS = ["a b c d e f g", "h", "i j k"]
-TINY = dict(steps=6, num_generations=4, prompts_per_step=2, max_completion_length=5,
-            learning_rate=0.01, warmup_steps=2, seed=3, beta=0.1)
+def sample_tiny(model=None, prompts=("a b c d e f g", "h", "i j k"), G=5, cap=8, temperature=1.0,
+                tokenizer=TOKENIZER, seed=0):
+    """G completions of each prompt, in one list."""
+    torch.manual_seed(seed)
+    examples = [{"prompt": prompt} for prompt in prompts]
+    groups = sample_groups(model or tiny_model(), tokenizer, examples, G, cap, temperature)
+    assert [len(group) for group in groups] == [G] * len(prompts)
+    return sum(groups, [])
+
+
+def slow_distributions(model, completion, temperature=1.0):
+    """log pi of all tokens at each place. The model reads one completion, with no cache."""
+    ids = tensor([completion.prompt_ids + completion.ids])
+    logits = model(ids, use_cache=False).logits[0]  # place i says what comes at place i + 1
+    logits = logits[len(completion.prompt_ids) - 1 : -1]
+    return (logits.double() / temperature).log_softmax(dim=-1)
+
+
+def slow_logprobs(model, completion, temperature=1.0):
+    """log pi of each token of the completion."""
+    distributions = slow_distributions(model, completion, temperature)
+    return distributions[range(len(completion.ids)), completion.ids]
+
 
 def noisy_reward(prompts, completions, **columns):
     """A reward that draws from two of the generators that a reward may draw from."""
     return [text.count("a") + random.gauss(0, 1) + torch.rand(()).item() for text in completions]
 
-def untimed(metrics):  # an absurd time stays, and no run is like another
-    return {k: x for k, x in metrics.items() if "_second" not in k or not 0 <= x < 99}
 
-def go(model=None, reward=noisy_reward, data=EXAMPLES, folder=None, resume=False, after=None,
-       **settings):
-    """Train a tiny model. Returns the metrics of all steps, without the times."""
-    config = GRPOConfig(**TINY | settings)
+def coarse_reward(**columns):
+    """0 or 1, so in some groups all rewards are equal."""
+    return [float(reward > 1) for reward in noisy_reward(**columns)]
+
+
+def train_tiny(model=None, reward=noisy_reward, data=EXAMPLES, folder=None, resume=False,
+               after=None, **settings):
+    """A run, by default of 6 steps of 2 prompts x 4 completions of up to 5 tokens. Returns the
+    metrics of all steps, but for the times."""
+    defaults = dict(steps=6, num_generations=4, prompts_per_step=2, max_completion_length=5,
+                    learning_rate=0.01, warmup_steps=2, seed=3, beta=0.1)
+    config = GRPOConfig(**defaults | settings)
     history = train(model or tiny_model(), TOKENIZER, data, reward, config, folder, resume, after)
-    return [untimed(metrics) for metrics in history]
+    return [without_times(metrics) for metrics in history]
+
+
+def learner_of(**run):
+    """The learner at the end of such a run."""
+    learners = []
+    train_tiny(after=learners.append, **run)
+    return learners[-1]
+
+
+def without_times(metrics):
+    """The metrics that two equal runs share. (A time that makes no sense stays.)"""
+    return {name: value for name, value in metrics.items()
+            if not name.endswith("_seconds") or not 0 <= value < 99}
+
+
+def log_of(folder):
+    """The lines of metrics.jsonl. Each must be whole. JSON has neither NaN nor inf."""
+    lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+
 
 def weights_of(model):
+    """All weights, as one tensor."""
     return parameters_to_vector(model.parameters()).detach()
 
 
-# --- The sampler: token by token ---
-def sampled(model, prompts=PROMPTS, G=5, cap=8, temperature=1.0, tokenizer=TOKENIZER, seed=0):
-    """G completions of each prompt, in one list."""
-    torch.manual_seed(seed)
-    groups = sample_groups(model, tokenizer, examples_of(*prompts), G,
-                           max_completion_length=cap, temperature=temperature)
-    assert [len(group) for group in groups] == [G] * len(prompts)
-    return sum(groups, [])
-
-def slow_distributions(model, completion, temperature=1.0):
-    """log pi of all tokens at each place. The model reads one completion, with no cache."""
-    ids = torch.tensor([completion.prompt_ids + completion.ids])
-    logits = model(ids, use_cache=False).logits[0]  # place i says what comes at place i + 1
-    logits = logits[len(completion.prompt_ids) - 1 : -1]
-    return (logits.double() / temperature).log_softmax(dim=-1)
-
-def slow_logprobs(model, completion, temperature=1.0):
-    whole = slow_distributions(model, completion, temperature)
-    return whole[range(len(completion.ids)), completion.ids]
-
+# ---- 8. Sampling --------------------------------------------------------------------------
 # The padding is a token of its own, or none, or an end token. GPT-2 has learned positions.
-@each("family, padding, temperature", [
-    ("qwen2", "<pad>", 1.0), ("qwen2", None, 0.7), ("qwen2", "<end>", 1.3), ("gpt2", "<eos>", 1.0)])
-def test_completions_and_their_logprobs(family, padding, temperature):
-    """Wrong masks, positions and temperatures show here, and wrong rows of the cache."""
-    model = tiny_model(family, initializer_range=0.25)
+SAMPLERS = {"qwen2": ("qwen2", "<pad>", 1.0), "no padding token": ("qwen2", None, 0.7),
+            "padded with the end": ("qwen2", "<end>", 1.3), "gpt2": ("gpt2", "<eos>", 1.0)}
+
+
+@each("family, padding, temperature", SAMPLERS)
+def test_a_completion_ends_with_its_first_end_token_or_is_cut_off(family, padding, temperature):
     tokenizer = tiny_tokenizer(padding)
-    completions = sampled(model, G=60, tokenizer=tokenizer, temperature=temperature)
-    for i, completion in enumerate(completions):
+    completions = sample_tiny(tiny_model(family, initializer_range=0.25), G=60, cap=8,
+                              tokenizer=tokenizer, temperature=temperature)
+    for completion in completions:
         *others, last = completion.ids
-        assert completion.example == {"prompt": PROMPTS[i // 60]}
-        assert completion.prompt_ids == tokenizer(PROMPTS[i // 60])["input_ids"]
         assert END not in others and EOS not in others
         assert completion.truncated == (last not in (END, EOS))
         assert len(completion.ids) == 8 or not completion.truncated
         assert completion.text == tokenizer.decode(completion.ids, skip_special_tokens=True)
-        near(completion.sampler_logprobs, slow_logprobs(model, completion, temperature), 2e-5)
-    # Both end tokens were drawn. Some of the longest completions ended, and some were cut.
-    assert {END, EOS} < {completion.ids[-1] for completion in completions}
-    assert {True, False} == {c.truncated for c in completions if len(c.ids) == 8}
-    # At temperature 0 it is always the likeliest token.
-    for completion in sampled(model, tokenizer=tokenizer, temperature=0):
-        whole = slow_distributions(model, completion)
-        assert completion.ids == whole.argmax(dim=1).tolist()
-        near(completion.sampler_logprobs, whole.amax(dim=1), 2e-5)
+    # All of this happens: both ends, and a completion of 8 tokens that ended, or was cut off.
+    assert {completion.ids[-1] for completion in completions} >= {END, EOS}
+    assert {c.truncated for c in completions if len(c.ids) == 8} == {True, False}
+
+
+@each("family, padding, temperature", SAMPLERS)
+def test_the_samplers_logprobs_are_those_of_the_slow_way(family, padding, temperature):
+    """Wrong masks, positions and temperatures show here, and wrong rows of the cache."""
+    model = tiny_model(family, initializer_range=0.25)
+    for completion in sample_tiny(model, tokenizer=tiny_tokenizer(padding),
+                                  temperature=temperature):
+        right = slow_logprobs(model, completion, temperature)
+        agrees(completion.sampler_logprobs, right, within=2e-5)
+        assert completion.sampler_logprobs.dtype == torch.float32
+
+
+def test_at_temperature_0_it_is_always_the_likeliest_token():
+    """Its log-probs are those at temperature 1."""
+    model = tiny_model()
+    for completion in sample_tiny(model, temperature=0):
+        likeliest = slow_distributions(model, completion).max(dim=1)
+        assert completion.ids == likeliest.indices.tolist()
+        agrees(completion.sampler_logprobs, likeliest.values, within=2e-5)
+
 
 def test_tokens_are_drawn_from_the_softmax_and_from_nothing_else():
-    """Every end token is known: one from each config, and one from the tokenizer."""
-    model = tiny_model(initializer_range=0.2, eos_token_id=PAD)
-    # `generate` obeys what a checkpoint brings along. Qwen2.5 says 20, 0.8 and 1.1.
-    vars(model.generation_config).update(eos_token_id=END, top_k=5, top_p=.8, repetition_penalty=2)
-    completions = sampled(model, ["a"], 20_000, cap=1, temperature=0.7)
-    counts = torch.tensor([c.ids[0] for c in completions]).bincount(minlength=VOCABULARY)
+    """`generate` obeys what a checkpoint brings along. Qwen2.5 has top_k 20, top_p 0.8 and a
+    repetition penalty of 1.1."""
+    model = tiny_model(initializer_range=0.2)
+    vars(model.generation_config).update(top_k=5, top_p=0.8, repetition_penalty=2.0)
+    completions = sample_tiny(model, ["a"], G=20_000, cap=1, temperature=0.7)
+    counts = tensor([c.ids[0] for c in completions]).bincount(minlength=VOCABULARY)
     wanted = 20_000 * slow_distributions(model, completions[0], 0.7)[0].exp()
     assert ((counts - wanted).abs() < 4 * wanted.sqrt() + 1).all()
-    assert {PAD, END, EOS} == {c.ids[0] for c in completions if not c.truncated}
 
-def test_the_seed_decides_and_chats_go_through_the_template():
-    first = [{"role": "user", "content": "a"}]
-    talk = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}, *first]
+
+def test_end_tokens_come_from_both_configs_and_the_tokenizer():
+    model = tiny_model(eos_token_id=PAD)
+    model.generation_config.eos_token_id = END
+    assert end_token_ids(model, TOKENIZER) == [PAD, END, EOS]  # the tokenizer's is EOS
+    nowhere = SimpleNamespace(generation_config=None, config=None)
+    with refused("no completion could end"):
+        end_token_ids(nowhere, tokenizer=None)
+
+
+def test_a_chat_is_read_through_the_template():
+    """Also where only some of the prompts are chats. With the same seed, the draws are the same."""
+    talk = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}, *USER_A]
     written = ["user a <end> assistant", "user c <end> assistant d <end> user a <end> assistant"]
-    said = []
-    for prompts, seed in [
-            ([first, talk], 0), (written, 0), ([first, written[1]], 0), (written, 1)]:
-        completions = sampled(tiny_model(), prompts, seed=seed)
-        said.append([completion.prompt_ids + completion.ids for completion in completions])
-    assert said[0] == said[1] == said[2] != said[3]
+    as_chats, as_text = [[(c.prompt_ids, c.ids) for c in sample_tiny(prompts=prompts, seed=5)]
+                         for prompts in ([USER_A, talk, "a b"], [*written, "a b"])]
+    assert as_chats == as_text
+
 
 def test_each_prompt_is_read_once_and_what_has_ended_no_more():
     model = tiny_model(initializer_range=0.2)
-    rows = []  # of each call of the model, the logits that it computed
-    model.lm_head.register_forward_hook(lambda _, __, out: rows.append(out[..., 0].numel()))
-    completions = sampled(model, cap=40)
+    rows = []  # of each call of the model
+    model.lm_head.register_forward_hook(lambda _, __, logits: rows.append(len(logits)))
+    completions = sample_tiny(model, cap=40)
     lengths = [len(completion.ids) for completion in completions]
     # Three prompts, and then, for each later token, the completions that have one.
     assert rows == [3] + [sum(n > t for n in lengths) for t in range(1, max(lengths))]
-    rows.clear()
-    compute_logprobs(model, completions, 1.0)
-    assert rows == [15 * (max(lengths) + 1)]  # none for the tokens of the prompts
-
-def test_cudnns_attention_is_off_in_the_models_call_and_as_before_afterwards():
-    model, seen = tiny_model(), []
-    model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    compute_logprobs(model, sampled(model), 1.0)
-    assert before and not any(seen) and torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
-# --- The reward ---
-@each("contents, texts", {  # the contents of the last box: texts
-    "63": r"$$\boxed{63}$$", "{{a}}{b}": r"\boxed{{{a}}{b}}", r"\{1, 2\}": r"\boxed{\{1, 2\}}",
-    "2": r"\boxed{1} \boxed{2} & \boxed{x = \boxed{2} & \boxed{1 + \boxed{2} + 3}",
-    "5": "\\boxed{\\boxed{5}} & {\\boxed{5} & } } \\boxed{5} & \\boxed{ 5\n}",
-    "\ud800": "\\boxed{\ud800}",
-    # These earn nothing: blank boxes, and none.
-    "": "\\boxed{} & \\boxed{ \n\t } & \\boxed{63} \\boxed{} & \\boxed{\\boxed{}}",
-    None: r" & boxed{63} & \boxed & \boxed{63 & \boxed\{63\} & \boxed{1} \boxed{\frac{2}{3}",
-}.items())
-def test_boxes(contents, texts):
-    for text in texts.split(" & "):
-        assert extract_boxed(text) == contents
-        if not contents:
-            assert rule_reward(text, "") == 0.0  # an empty box does not equal an empty answer
+FITS = "a " * 59  # with a cap of 5 tokens it just fills the context of 64
+VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+WITH_PICTURES = dict(text_config=PLAIN, vision_config=VISION, mm_tokens_per_image=4)
 
-@cases("rows", {  # why: box and answer; box and answer
-    "the same number": "63.0 is 63; -0 is 0; .5 is not 0.5; 5. is 5; 63.009 is 63; -.5 is not -0.50",
-    "padded": "007 is 7; +5 is 5;  63  is 63; 63 is  63\n;  x+1  is x+1; x+1 is  x+1\n",
+
+def test_a_prompt_that_just_fits_is_sampled():
+    assert len(sample_tiny(prompts=[FITS], cap=5)) == 5
+
+
+@each("said, sampling", [
+    ("0 completions", dict(G=0)), ("of 0 tokens", dict(cap=0)),
+    ("temperature -1", dict(temperature=-1)), ("temperature nan", dict(temperature=nan)),
+    ("temperature inf", dict(temperature=inf)), ("'' has no tokens", dict(prompts=["a", ""])),
+    ("60 tokens and 5 .* 64: 'a a", dict(prompts=["b", FITS + "a"], cap=5)),
+    ("60 tokens and 5 .* 64", dict(model=tiny_model("gemma3", **WITH_PICTURES),
+                                   prompts=[FITS + "a"], cap=5))])
+def test_what_cannot_be_sampled_is_refused(said, sampling):
+    with refused(said):
+        sample_tiny(**sampling)
+
+
+# ---- 9. The reward ------------------------------------------------------------------------
+@each("text, contents", [
+    (r"$$\boxed{63}$$", "63"), (r"\boxed{{{a}}{b}}", "{{a}}{b}"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+    (r"\boxed{1} \boxed{2}", "2"), (r"\boxed{\boxed{5}}", "5"), (r"\boxed{x = \boxed{2}", "2"),
+    (r"\boxed{1 + \boxed{2} + 3}", "2"), (r"{\boxed{5}", "5"), (r"} } \boxed{5}", "5"),
+    ("\\boxed{ 5\n}", "5"), ("\\boxed{\ud800}", "\ud800")])
+def test_the_last_box_counts_and_its_braces_are_matched(text, contents):
+    assert extract_boxed(text) == contents
+
+
+@each("text", [r"\boxed{}", "\\boxed{ \n\t }", r"\boxed{63} \boxed{}", r"\boxed{\boxed{}}", "",
+               "boxed{63}", r"\boxed", r"\boxed{63", r"\boxed\{63\}", r"\boxed{1} \boxed{\{2}"])
+def test_a_box_that_is_blank_or_incomplete_earns_nothing(text):
+    """Not even where the answer is blank."""
+    assert rule_reward(text, "") == rule_reward(text, "63") == 0.0
+
+
+@each("rows", {  # box and answer; box and answer
+    "the same number": "63.0 is 63; -0 is 0; 5. is 5; 63.009 is 63; 007 is 7; +5 is 5",
     "another number": "50 is not 63; 630 is not 63; -63 is not 63; 5 is not -5; 62.98 is not 63",
     "0.01": "62.991 is 63; 5.01 is not 5; 4.99 is not 5; 3,000,000.01 is not 3000000",
     "thousands": "-1,000 is -1000; 1000 is 1,000; 1{,}234{,}567 is 1234567; 1,234.5 is 1234.5",
     "wrong commas": "8,000 is not 000; 8,000 is not 8; 12,34 is not 1234; 1234,567 is not 1234567",
-    "blanks and signs inside": r"3 4 is not 34; 1$2 is not 12; 1\%2 is not 12; 3 4 is not 3; "
-        "1, 000 is not 1000; 3. 5 is not 3.5; 6 3 is not 63",
+    "signs inside": r"1$2 is not 12; 1\%2 is not 12; .5 is .5; .5 is not 0.5; -.5 is not -0.50",
     "units": r"\$18 is $18.00; $63$ is 63; -$5 is -5; $-5 is -5; 12.5\% is 12.5; 50 % is 50",
-    "a sentence ends": "63. is 63; 1,000. is 1000;  $18.  is 18; 50%.  is 50; $63.$ is 63",
+    "a sentence ends": "63. is 63; 1,000. is 1000; 50%. is 50; $63.$ is 63",
     "equal as strings": r"\frac12 is \frac12; Monday is Monday; , is ,; nan is nan; 1e3 is 1e3",
-    "no number": ", is not 0; . is not 0; - is not 0; $ is not 0; e5 is not 0; 63 is not ; 63 is "
-        "not ,; 63 eggs is not 63; 6.3.0 is not 6.3; --5 is not 5; 60+3 is not 63; 1_000 is not "
-        "1000; 63\x00 is not 63; \\frac12 is not 0.5; 0x3f is not 63; nan is not NaN; 5e3 is not "
-        "5000; 1e999 is not 2e999; inf is not 1e999",
+    "no number": ", is not 0; . is not 0; - is not 0; $ is not 0; e5 is not 0; 63 is not ,; "
+        "63 eggs is not 63; 6.3.0 is not 6.3; --5 is not 5; 60+3 is not 63; 1_000 is not 1000; "
+        "0x3f is not 63; nan is not NaN; 5e3 is not 5000; 1e999 is not 2e999; inf is not 1e999",
     "too large for a float": f"1{'0' * 308} is not -1{'0' * 308}; 1{'0' * 309} is not 2{'0' * 309}",
-    "other digits": "\u0666\u0663 is not 63; 63 is not \uff16\uff13; 6\u00b3 is not 63",
-})
+    "other digits": "\u0666\u0663 is not 63; 63 is not \uff16\uff13; 6\u00b3 is not 63"})
 def test_boxes_are_read_as_a_person_would(rows):
-    for case in rows.split("; "):
-        box, answer = re.split(" is not | is ", case)
+    for row in rows.split("; "):
+        box, answer = re.split(" is not | is ", row)
         reward = rule_reward(f"The answer is \\boxed{{{box}}}.", answer)
-        assert reward == (0.5 if " is not " in case else 1.5), case
+        assert reward == (0.5 if " is not " in row else 1.5), row
 
-@each(
-    "piece", r"\boxed{ \boxed{} \boxed { } \ \{ 9 9, ,000 {,} $ - . 1e9".split() + [". ", *" \n"])
+
+@each("box, answer, reward", [
+    (" 63 ", "63", 1.5), ("63", " 63\n", 1.5), (" x+1 ", "x+1", 1.5), (" $18. ", "18", 1.5),
+    ("3 4", "34", 0.5), ("3 4", "3", 0.5), ("1, 000", "1000", 0.5), ("3. 5", "3.5", 0.5),
+    ("63", "", 0.5), ("63\x00", "63", 0.5), (r"\frac12", "0.5", 0.5),
+    ("63", 63, 1.5), ("63", 63.0, 1.5), ("63", 64, 0.5), ("63", None, 0.5)])  # not only strings
+def test_blanks_around_do_not_matter_and_blanks_inside_do(box, answer, reward):
+    assert rule_reward(rf"\boxed{{{box}}}", answer) == reward
+
+
+@each("piece", [r"\boxed{", r"\boxed{}", r"\boxed", "{", "}", "\\", r"\{", "9", "9,", ",000", "{,}",
+                "$", "-", ".", "1e9", ". ", " \n"])
 def test_hostile_text_takes_linear_time(piece):
     # Linear time is tenths of a second. Small sizes come first: quadratic time fails soon.
     for size in (10_000, 30_000, 100_000, 300_000):
@@ -869,737 +1149,961 @@ def test_hostile_text_takes_linear_time(piece):
         assert time.process_time() - started < 3.0
 
 
-# --- Log-probs: values and gradients of every family, against the slow way ---
+def three_completions():
+    """Two completions of a string, one of a chat. The data has a column "numbers"."""
+    string, chat = {"prompt": "a", "numbers": [1]}, {"prompt": [*USER_A], "numbers": [2]}
+    return [Completion(row, [], ids=[i], text=text)
+            for row, i, text in ((string, 7, "x"), (string, 8, "y"), (chat, 9, "z"))]
+
+
+@each("as_what", [list, tuple, tensor, np.array])
+def test_a_reward_function_is_called_as_trl_calls_one(as_what):
+    """It may return any sequence of numbers."""
+    reward, completions = Mock(return_value=as_what([1.0, 2.0, 3.0])), three_completions()
+    grpo.grade(reward, completions)
+    reward.assert_called_once_with(
+        prompts=["a", "a", USER_A], numbers=[[1], [1], [2]], completion_ids=[[7], [8], [9]],
+        completions=["x", "y", [{"role": "assistant", "content": "z"}]])
+    assert [completion.reward for completion in completions] == [1, 2, 3]
+
+
+@each("said, rewards", [
+    ("returned 2 and not 3", [1, 1]), ("returned 4 and not 3", [1, 1, 1, 1]),
+    ("nan for 'x'", [nan, 1, 1]), ("inf for 'z'", [1, 1, inf]), ("None for 'y'", [1, None, 1]),
+    ("None and not 3", None), ("<gen.* and not 3", (reward for reward in [1, 1, 1]))])
+def test_impossible_rewards_are_refused(said, rewards):
+    with refused(said):
+        grpo.grade(lambda **_: rewards, three_completions())
+
+
+def test_a_reward_function_gets_copies():
+    """What it changes is neither learned nor in the data."""
+    def meddle(prompts, completion_ids, numbers, **columns):
+        prompts[2].append("more")
+        completion_ids[0].clear()
+        numbers[0].append("more")
+        return [1, 2, 3]
+
+    completions = three_completions()
+    grpo.grade(meddle, completions)
+    for completion, own in zip(completions, three_completions()):
+        assert (completion.ids, completion.example) == (own.ids, own.example)
+
+
+# ---- 10. Log-probs ------------------------------------------------------------------------
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 WINDOW = dict(sliding_window=3, layer_types=["sliding_attention", "full_attention"])
 GEMMA = dict(query_pre_attn_scalar=8, **WINDOW)
 LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
               linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"])
-VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 FAMILIES = {  # what each has beside the settings that all have
-    "qwen2": "", "qwen3": "", "llama": "", "phi3": "", "mistral": "sliding_window=3",
-    "gpt2": "", "bloom": "max_position_embeddings=None", "mpt": "",  # two have no positions
-    "gpt_neo": "attention_types=[[['global', 'local'], 1]], num_layers=2, window_size=3",
-    "gpt_oss": "num_local_experts=4, num_experts_per_tok=2, **WINDOW", "qwen3_moe": "**EXPERTS",
-    "gemma2": "final_logit_softcapping=2.0, **GEMMA", "gemma3_text": "**GEMMA",  # capped logits
-    "gemma3": "text_config=PLAIN | GEMMA, vision_config=VISION, mm_tokens_per_image=4",
-    "granite": "logits_scaling=8.0", "cohere": "logit_scale=0.06",  # scaled logits
-    "lfm2": "layer_types=['conv', 'full_attention']",  # from here on, layers with a state
-    "qwen3_next": "shared_expert_intermediate_size=16, **EXPERTS, **LINEAR",
-    "jamba": "num_experts=2, num_experts_per_tok=1, use_mamba_kernels=False, attn_layer_period=2, "
-             "attn_layer_offset=1", "qwen3_5_text": "**LINEAR"}
+    "qwen2": {}, "qwen3": {}, "llama": {}, "phi3": {}, "mistral": dict(sliding_window=3),
+    "gpt2": {}, "bloom": dict(max_position_embeddings=None), "mpt": {},  # two have no positions
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], num_layers=2, window_size=3),
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, **WINDOW), "qwen3_moe": EXPERTS,
+    "gemma2": dict(final_logit_softcapping=2.0, **GEMMA), "gemma3_text": GEMMA,  # capped logits
+    "gemma3": WITH_PICTURES | dict(text_config=PLAIN | GEMMA),
+    "granite": dict(logits_scaling=8.0), "cohere": dict(logit_scale=0.06),  # scaled logits
+    "lfm2": dict(layer_types=["conv", "full_attention"]),  # from here on, layers with a state
+    "qwen3_next": dict(shared_expert_intermediate_size=16, **EXPERTS, **LINEAR),
+    "jamba": dict(num_experts=2, num_experts_per_tok=1, use_mamba_kernels=False,
+                  attn_layer_period=2, attn_layer_offset=1),
+    "qwen3_5_text": LINEAR}
 
-@each("family", FAMILIES)
-def test_the_logprobs_of_every_family_are_those_of_the_slow_way(family):
-    """It is also sampled and trained. The first loss is 0, its gradient is not."""
+
+@each("family", list(FAMILIES))
+def test_every_family_is_read_and_sampled_as_in_the_slow_way(family):
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers does not know {family}")
-    model = tiny_model(family, **kwargs(FAMILIES[family]))
+    model = tiny_model(family, **FAMILIES[family])
     # Prompts and completions of many lengths, in no order.
     prompts = ["a b c", "d e f g h i j", "k l m n o p q", "r", "s t u v w"]
-    completions = sampled(ending_model(1.5, initializer_range=0.2), prompts, 4)
+    completions = sample_tiny(ending_model(1.5, initializer_range=0.2), prompts, G=4)
     completions = [completions[i] for i in (18, 3, 0, 9, 16, 1, 2, 12, 7)]
+
     def gradient_of(logprobs):
-        value = (logprobs * torch.linspace(-1, 2, len(logprobs))).sum()  # each has its own weight
+        value = (logprobs * torch.linspace(-1, 2, len(logprobs))).sum()  # each its own weight
         parts = torch.autograd.grad(value, list(model.parameters()), materialize_grads=True)
         return parameters_to_vector(parts)
-    slow = torch.cat([slow_logprobs(model, completion, 0.7) for completion in completions])
-    slow_gradient = gradient_of(slow)
-    scale = slow_gradient.abs().max()
+
     found, mask = compute_logprobs(model, completions, 0.7)
-    near(found[mask.bool()], slow, 3e-5)
-    near(gradient_of(found[mask.bool()]) / scale, slow_gradient / scale, 3e-5)
-    metrics = go(model, steps=1, warmup_steps=0, temperature=0.7)[0]
-    for figure in ("loss", "kl", "clip_fraction", "skipped_updates", "sampler_gap"):
-        assert metrics[figure] == pytest.approx(0, abs=1e-5)
+    slow = torch.cat([slow_logprobs(model, completion, 0.7) for completion in completions])
+    agrees(found[mask.bool()], slow, within=3e-5)
+    slow_gradient = gradient_of(slow)
+    agrees(gradient_of(found[mask.bool()]), slow_gradient, within=3e-5 * slow_gradient.abs().max())
+    # Where sampling agrees with that, a run begins like this.
+    metrics = train_tiny(model, steps=1, temperature=0.7)[0]
+    for figure in ("sampler_gap", "loss", "kl", "clip_fraction", "skipped_updates"):
+        agrees(metrics[figure], 0, within=1e-5)
     assert metrics["ratio_max"] == 1 and metrics["grad_norm"] > 0.01
+
 
 def test_the_softmax_is_in_float32_whatever_the_model_computes_in():
     """In bfloat16 the softmax of the same logits would be off by some hundredths."""
     model = tiny_model().bfloat16()
-    for completion in sampled(model, ["a b c"], cap=1):
-        ids = torch.tensor([completion.prompt_ids + completion.ids])
+    for completion in sample_tiny(model, ["a b c"], cap=1):
+        ids = tensor([completion.prompt_ids + completion.ids])
         found = token_logprobs(model, ids, torch.ones_like(ids), 1)
-        near(found[0], slow_logprobs(model, completion), 1e-5)
+        agrees(found, slow_logprobs(model, completion), within=1e-5)
 
 
-# --- The step, against one slow step ---
-def uneven_reward(prompts, completion_ids, **columns):
-    """Rewards that depend on the ids. For the prompts a, d and g only rounding differs."""
-    rewards = []
-    for prompt, ids in zip(prompts, completion_ids):
-        same = 0.1 + 0.2 if sum(ids) % 2 else 0.3
-        rewards.append(same if prompt in ("a", "d", "g") else (7 * sum(ids) % 11) / 10)
-    return rewards
+@each("before", [False, True])
+def test_cudnns_attention_is_off_within_the_models_call_and_only_there(before):
+    """Also if the call fails. This attention has given NaN gradients."""
+    def model(**_):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        raise KeyError
+
+    torch.backends.cuda.enable_cudnn_sdp(before)
+    with pytest.raises(KeyError):
+        grpo.forward(model, ones(1, 2).long(), ones(1, 2).long())
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+# ---- 11. The update -----------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def bf16_run():
+    """A run in bfloat16 with a low learning rate: the weights before it, and its learner."""
+    model = tiny_model(tie_word_embeddings=True)
+    return weights_of(model), learner_of(model=model, bf16=True, learning_rate=1e-6)
+
+
+def test_masters_move_where_bfloat16_would_not(bf16_run):
+    before, learner = bf16_run
+    masters = parameters_to_vector(learner.masters)
+    assert (masters != before).float().mean() > 0.9
+    assert (masters.bfloat16() != before.bfloat16()).float().mean() < 0.1
+    assert equal(weights_of(learner.model), masters.bfloat16())
+
+
+def test_bfloat16_is_for_parameters_and_spoils_no_rotary_position(bf16_run):
+    _, learner = bf16_run
+    frequencies = tiny_model().model.rotary_emb.inv_freq
+    for model in (learner.model, learner.reference):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        assert equal(model.model.rotary_emb.inv_freq, frequencies)
+    assert learner.history[-1]["sampler_gap"] < 0.1
+
+
+def test_tied_embeddings_stay_tied_in_bfloat16(bf16_run):
+    _, learner = bf16_run
+    tied = learner.model.lm_head.weight
+    assert tied is learner.model.get_input_embeddings().weight
+    assert sum(parameter is tied for parameter in learner.parameters) == 1
+
+
+def test_gradients_are_added_up_in_float32():
+    model = tiny_model().requires_grad_(False)
+    head = model.lm_head.weight.requires_grad_()  # the only one, to look at it
+    parts = []
+    head.register_hook(parts.append)
+    metrics = train_tiny(model, bf16=True, steps=1, prompts_per_step=2, num_generations=4,
+                         micro_batch_size=1, max_grad_norm=1e9)[0]
+    assert len(parts) == 8
+    agrees(metrics["grad_norm"], torch.stack(parts).float().sum(dim=0).norm(), relatively=1e-6)
+
+
+def out_of_memory_above(most, function, argument):
+    """`function`, but memory runs out if its positional argument has more than `most` items."""
+    def limited(*arguments, **more):
+        if len(arguments[argument]) > most:
+            raise torch.OutOfMemoryError
+        return function(*arguments, **more)
+    return limited
+
+
+TWELVE = dict(prompts_per_step=3, num_generations=4, steps=2)  # completions
+
+
+@each("settings, calls", {  # of compute_logprobs that succeed: 12 in parts of 3, in 2 steps
+    "pi_ref and the update": ({}, 16), "pi_old": (dict(beta=0, num_iterations=2), 24)})
+def test_out_of_memory_does_the_same_in_smaller_parts(settings, calls, monkeypatch, printed):
+    run = TWELVE | dict(micro_batch_size=12) | settings
+    enough, model = ending_model(2.0, "llama"), ending_model(2.0, "llama")
+    wanted = train_tiny(enough, **run)
+    counted = Mock(wraps=compute_logprobs)
+    monkeypatch.setattr(grpo, "compute_logprobs", out_of_memory_above(3, counted, argument=1))
+    for step, right in zip(train_tiny(model, **run), wanted, strict=True):
+        assert step == pytest.approx(right, rel=1e-4, abs=1e-5)
+    agrees(weights_of(model), weights_of(enough), within=1e-4)
+    assert counted.call_count == calls
+    # It is said once and remembered, not found out in every step.
+    assert re.findall("from here on (.*) completions", printed()) == ["6", "3"]
+
+
+@each("micro_batch_size, fails, said, passes", [
+    # Step 1: 12 fails, 6, 6 fails, 3, 3. Step 2: 3, 3, 3, 3.
+    (12, (1, 3), ["6", "3"], 5 + 4),
+    # Step 1: 5, 5, 2 fails, 2. The limit of 5 becomes 2. Step 2: six parts of 2.
+    (5, (3,), ["2"], 4 + 6)])
+def test_out_of_memory_at_the_end_of_backward_adds_nothing_twice(micro_batch_size, fails, said,
+                                                                 passes, printed):
+    enough, model = ending_model(2.0, "llama"), ending_model(2.0, "llama")
+    train_tiny(enough, **TWELVE)
+    backward_passes = []
+
+    def fail(parameter):
+        backward_passes.append(parameter)
+        if len(backward_passes) in fails:
+            raise torch.OutOfMemoryError
+
+    # The gradient of the embedding is the last one.
+    model.get_input_embeddings().weight.register_post_accumulate_grad_hook(fail)
+    train_tiny(model, micro_batch_size=micro_batch_size, **TWELVE)
+    agrees(weights_of(model), weights_of(enough), within=1e-4)
+    assert len(backward_passes) == passes
+    assert re.findall("from here on (.*) completions", printed()) == said
+
+
+def sampled_prompts(**run):
+    """The prompts of all groups of a run, in their order."""
+    prompts = []
+    train_tiny(after=lambda learner: prompts.extend(
+        group[0].example["prompt"] for group in learner.groups), **run)
+    return prompts
+
+
+def test_out_of_memory_in_sampling_takes_fewer_prompts_at_once(monkeypatch, printed):
+    """An error is only that a single prompt is too much."""
+    wanted = sampled_prompts(prompts_per_step=7, steps=2)
+    limited = out_of_memory_above(1, sample_groups, argument=2)
+    monkeypatch.setattr(grpo, "sample_groups", limited)
+    assert sampled_prompts(prompts_per_step=7, steps=2) == wanted
+    assert re.findall("from here on (.*) prompts", printed()) == ["3", "1"]
+    monkeypatch.setattr(grpo, "sample_groups", out_of_memory_above(0, sample_groups, argument=2))
+    with pytest.raises(torch.OutOfMemoryError):
+        train_tiny()
+
+
+def test_updates_that_are_not_finite_are_skipped(tmp_path, monkeypatch, printed):
+    # Factors for the two updates of steps 1 to 4. The square of 1e25, and so the norm, is inf.
+    factors = iter([1, 1] + [nan, 1e25] + [1e25, 1] + [1, 1])
+
+    def broken_loss(*arguments, **settings):
+        loss, metrics = grpo_loss(*arguments, **settings)
+        factor = next(factors)
+        return loss * factor, {name: value * factor for name, value in metrics.items()}
+
+    monkeypatch.setattr(grpo, "grpo_loss", broken_loss)
+    model, weights = tiny_model(), []
+    train_tiny(model, folder=tmp_path, steps=4, num_iterations=2,
+               after=lambda _: weights.append(weights_of(model)))
+    log = log_of(tmp_path)  # without NaN
+    assert [metrics["skipped_updates"] for metrics in log] == [0, 2, 1, 0]
+    moved = [not equal(*pair) for pair in itertools.pairwise(weights)]
+    assert moved == [False, True, True]  # in steps 2, 3, 4
+    assert printed().count("update skipped") == 3
+
+
+def test_nothing_moves_where_no_completion_teaches(tmp_path):
+    """Not even by AdamW's momentum. Only in step 1 the rewards differ."""
+    rewards = iter([[0, 1, 2, 3] * 2, [1] * 8, [1] * 8])
+    model, weights = tiny_model(), []
+    train_tiny(model, lambda **_: next(rewards), folder=tmp_path, steps=3, beta=0,
+               after=lambda _: weights.append(weights_of(model)))
+    assert equal(weights[0], weights[1]) and equal(weights[0], weights[2])
+    for metrics in log_of(tmp_path)[1:]:
+        for figure in ("loss", "grad_norm", "kl", "sampler_gap", "skipped_updates"):
+            assert metrics[figure] == 0
+
+
+@each("settings, calls", {"one update": ({}, 2), "two": (dict(num_iterations=2), 4)})
+def test_pi_old_is_computed_only_for_several_updates(settings, calls, monkeypatch):
+    """Calls are for pi_ref and the update, or for pi_ref, pi_old and two updates."""
+    counted = Mock(wraps=compute_logprobs)
+    monkeypatch.setattr(grpo, "compute_logprobs", counted)
+    train_tiny(steps=1, **settings)
+    assert counted.call_count == calls
+
+
+# ---- 12. What is not GRPO -----------------------------------------------------------------
+@each("warmup, parts", [(0, [0.75, 0.5, 0.25]), (1, [1, 0.8, 0.6, 0.4, 0.2]), (4, [0.25, 0.5])])
+def test_learning_rates(warmup, parts):
+    """No step has the rate 0, neither the first nor the last."""
+    history = train_tiny(learning_rate=0.01, warmup_steps=warmup, steps=len(parts))
+    agrees([metrics["learning_rate"] / 0.01 for metrics in history], parts)
+
+
+def test_each_epoch_has_every_example_once_in_an_order_of_its_own():
+    order = sampled_prompts(prompts_per_step=7, steps=2, seed=3)
+    first, second = order[:7], order[7:]
+    assert sorted(first) == sorted(second) == sorted(example["prompt"] for example in EXAMPLES)
+    assert first != second
+    assert sampled_prompts(prompts_per_step=9, steps=1, seed=3) == order[:9]  # more than there are
+    assert sampled_prompts(prompts_per_step=7, steps=1, seed=4) not in (first, second)
+
+
+def test_every_step_of_every_seed_draws_afresh_and_nothing_else_decides():
+    def drawn(seed, data=EXAMPLES[:1]):
+        random.random()  # the caller draws as well
+        return [step["entropy"] for step in train_tiny(data=data, seed=seed, learning_rate=0)]
+
+    assert drawn(1) == drawn(1, datasets.Dataset.from_list(EXAMPLES[:1]))
+    assert len({*drawn(0), *drawn(1)}) == 12
+
+
+@each("said, run", [
+    ("data set is empty", dict(data=[])),
+    ("columns", dict(data=datasets.Dataset.from_list([{"text": "a"}]))),  # no prompt
+    ("none of", dict(data=[{"prompt": "a", "completions": "b"}])),
+    ("need the same", dict(data=[{"prompt": "a"}, {"prompt": "b", "answer": "5"}])),
+    ("one function", dict(reward=[noisy_reward, noisy_reward])),
+    ("float8.* without quantization", dict(model=tiny_model().type(torch.float8_e4m3fn))),
+    ("int32.* without quantization", dict(
+        model=tiny_model().requires_grad_(False).type(torch.int32))),
+    ("needs the output_dir", dict(resume=True))])
+def test_what_cannot_be_trained_is_refused(said, run):
+    with refused(said):
+        train_tiny(**run)
+
+
+# Interrupted runs. A run that was resumed ends as if nothing had happened.
+RUNS = {
+    "plain": dict(seed=5000),  # seed * 1_000_003 is above 2**32
+    "dynamic, several updates, bfloat16": dict(
+        reward=coarse_reward, dynamic_sampling=2, num_iterations=2, num_mini_batches=2, beta=0,
+        bf16=True)}
+
+
+def run_or_resume(folder, **run):
+    """A run to its end, resumed if there is a checkpoint: its history and its weights."""
+    run = dict(model=tiny_model(), steps=5, save_steps=2) | run
+    history = train_tiny(folder=str(folder), resume=True, **run)
+    assert history == [without_times(metrics) for metrics in log_of(folder)]
+    return history, weights_of(run["model"]).tolist()
+
+
+def files_in(folder):
+    """All files, with their contents."""
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def saved_steps(folder):
+    """The number of steps in the checkpoint; 0 without one."""
+    path = folder / "checkpoint.pt"
+    return len(torch.load(path)["history"]) if path.exists() else 0
+
+
+def fails_from_call(number, function, failure):
+    """`function`, but its call number `number` and all later ones are calls of `failure`."""
+    calls = itertools.count(1)
+    return lambda *given, **more: (function if next(calls) < number else failure)(*given, **more)
+
+
+def be_killed(*given):
+    """As by a SIGKILL, which no `except Exception` sees. A file that is being written is torn."""
+    for path in [argument for argument in given if isinstance(argument, Path)][:1]:
+        path.write_bytes(b'{"step": 4, "lo')
+    raise SystemExit
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """What each of the runs gives if nothing happens."""
+    return {name: run_or_resume(tmp_path_factory.mktemp("run"), **RUNS[name]) for name in RUNS}
+
+
+@each("name", list(RUNS))
+@each("module, function, call", {
+    "after step 1": (grpo, "set_seed", 2), "after step 3": (grpo, "set_seed", 4),
+    "in the reward of a later step": (random, "gauss", 28),  # 8 draws a step or more
+    "while writing metrics 4": (Path, "write_text", 4),
+    "while writing the second checkpoint": (torch, "save", 2),
+    "before the last checkpoint is renamed": (Path, "replace", 3)})
+def test_a_killed_run_ends_as_if_nothing_had_happened(name, module, function, call, uninterrupted,
+                                                      tmp_path, monkeypatch, printed):
+    works = getattr(module, function)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(module, function, fails_from_call(call, works, be_killed))
+        run_or_resume(tmp_path, **RUNS[name])
+    saved = saved_steps(tmp_path)
+    assert run_or_resume(tmp_path, **RUNS[name]) == uninterrupted[name]
+    said = f"going on after step {saved}\n" if saved else "starting at step 1\n"
+    assert printed().endswith(said)
+
+
+@each("save_steps, steps", [(2, [2, 4, 5]), (0, [])])
+def test_checkpoints_are_saved_every_few_steps_and_at_the_end(save_steps, steps, tmp_path):
+    saved = []
+    train_tiny(folder=tmp_path, steps=5, save_steps=save_steps,
+               after=lambda _: saved.append(saved_steps(tmp_path)))
+    assert sorted({*saved, saved_steps(tmp_path)} - {0}) == steps
+
+
+def test_after_step_comes_before_the_files_and_may_add_figures(tmp_path):
+    def after_step(learner):
+        before, metrics = learner.history[:-1], learner.history[-1]
+        assert not before or log_of(tmp_path) == before
+        metrics["mine"] = np.float32(metrics["step"] / 2)
+
+    train_tiny(folder=tmp_path, steps=3, save_steps=1, after=after_step)
+    assert [metrics["mine"] for metrics in log_of(tmp_path)] == [0.5, 1, 1.5]
+    assert saved_steps(tmp_path) == 3  # the checkpoint can be read, too
+
+
+def test_a_step_whose_after_step_fails_is_made_again(tmp_path, uninterrupted):
+    fail_in_step_2 = Mock(side_effect=[None, KeyboardInterrupt])
+    with pytest.raises(KeyboardInterrupt):
+        run_or_resume(tmp_path, save_steps=1, after=fail_in_step_2, **RUNS["plain"])
+    assert len(log_of(tmp_path)) == saved_steps(tmp_path) == 1
+    assert run_or_resume(tmp_path, save_steps=1, **RUNS["plain"]) == uninterrupted["plain"]
+
+
+def test_a_folder_with_a_run_is_refused_without_resume(tmp_path):
+    train_tiny(folder=f"{tmp_path}/new/run", steps=1, save_steps=0)  # its log is enough
+    with refused("holds a run: resume it"):
+        train_tiny(folder=tmp_path / "new" / "run")
+
+
+@each("name, value", [("seed", 4), ("epsilon_high", 0.3), ("loss_type", "dapo")])
+def test_a_resumed_run_keeps_its_settings(name, value, tmp_path):
+    run_or_resume(tmp_path)
+    files, model = files_in(tmp_path), tiny_model()
+    with refused(f"another run: {name} is .* there, {value} here"):
+        run_or_resume(tmp_path, model=model, **{name: value})
+    assert files_in(tmp_path) == files
+    assert equal(weights_of(model), weights_of(tiny_model()))  # nothing was loaded
+
+
+def test_a_run_may_get_more_steps(tmp_path):
+    finished = run_or_resume(tmp_path, steps=5)
+    # These three settings may change. There is nothing left to do.
+    assert run_or_resume(tmp_path, steps=4, save_steps=1, micro_batch_size=3) == finished
+    longer, _ = run_or_resume(tmp_path, steps=8, learning_rate=0.01, warmup_steps=2)
+    assert longer[:5] == finished[0] and saved_steps(tmp_path) == 8
+    rates = [metrics["learning_rate"] / 0.01 for metrics in longer[5:]]
+    agrees(rates, [3 / 7, 2 / 7, 1 / 7])  # those of a run of 8 steps
+
+
+def test_only_the_model_from_before_training_goes_on(tmp_path):
+    """The reference is a copy of it."""
+    trained, frozen, other = tiny_model(), tiny_model(), tiny_model(initializer_range=0.3)
+    run_or_resume(tmp_path, model=trained)
+    frozen.model.embed_tokens.requires_grad_(False)
+    for model in (trained, frozen, other):
+        with refused("began with another model"):
+            run_or_resume(tmp_path, model=model)
+
+
+def test_a_full_disk_is_said_and_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    def save(saved, path):
+        path.write_bytes(b"PK half")
+        raise RuntimeError("enforce fail at inline_container.cc")  # as torch says it
+
+    run_or_resume(tmp_path, steps=2)
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(OSError, match="checkpoint.new cannot be written: is the disk full"):
+        run_or_resume(tmp_path, steps=4)
+    assert files_in(tmp_path).keys() == {"checkpoint.pt", "metrics.jsonl"}
+    assert saved_steps(tmp_path) == 2
+
+
+# ---- 13. The relatives --------------------------------------------------------------------
+def test_the_overlong_penalty_falls_from_0_to_minus_1():
+    agrees(overlong_penalty(numbers("0 80 85 95 100 120"), max_completion_length=100, buffer=20),
+           "0 0 -0.25 -0.75 -1 -1")
+
+
+# ---- 7. The loop: steps against slow steps ------------------------------------------------
+LOSS_SETTINGS = ("epsilon", "epsilon_high", "beta", "loss_type", "max_completion_length",
+                 "kl_penalty_type", "importance_sampling_level", "use_bias_correction_kl")
+
 
 def slow_step(model, reference, optimizer, groups, config):
-    """Reads one completion at a time, without padding. Returns what the log must say."""
+    """Moves 3 to 5, with a whole mini-batch at once. Trains the model, and returns the metrics."""
     completions = sum(groups, [])
-    prompts, ids = zip(*[(c.example["prompt"], c.ids) for c in completions])
-    rewards = t64(uneven_reward(prompts, ids)).view(len(groups), -1)
-    advantages = group_advantages(rewards, config.scale_rewards)
-    near([c.advantage for c in completions], advantages.flatten())
-    completions.sort(key=lambda c: -len(c.ids))  # as update() has them, to draw the same order
-    drawn = torch.cat([c.sampler_logprobs for c in completions])
-    log = Counter(
+    rewards = tensor([c.reward for c in completions], dtype=torch.float64)
+    rewards = rewards.view(len(groups), -1)
+    agrees([c.advantage for c in completions], group_advantages(rewards, config.scale_rewards))
+    completions.sort(key=lambda c: -len(c.ids))  # as `train` does, so the same order is drawn
+    advantages = tensor([c.advantage for c in completions])
+
+    def logprobs_of(network, rows):  # (n, T), with padding 0
+        logprobs = [slow_logprobs(network, completions[i], config.temperature) for i in rows]
+        return pad_sequence(logprobs, batch_first=True)
+
+    def loss_and_metrics(rows):
+        now = logprobs_of(model, rows)
+        old_rows, ref_rows = old[rows, : now.shape[1]], ref[rows, : now.shape[1]]
+        return grpo_loss(now, old_rows, ref_rows if config.beta else None, advantages[rows],
+                         now < 0, **{name: getattr(config, name) for name in LOSS_SETTINGS})
+
+    every = arange(len(completions))
+    with torch.no_grad():
+        old, ref = logprobs_of(model, every), logprobs_of(reference, every)
+    sampled = pad_sequence([c.sampler_logprobs for c in completions], batch_first=True)
+    mask = old < 0
+    figures = Counter(
         reward_mean=rewards.mean(), reward_std=rewards.std(dim=1, correction=0).mean(),
         zero_variance_fraction=(rewards.std(dim=1) < 1e-9).double().mean(),
-        entropy=-drawn.mean(), completion_length=len(drawn) / len(completions),
+        entropy=-masked_mean(sampled, mask), completion_length=mask.sum() / len(mask),
         truncated_fraction=sum(c.truncated for c in completions) / len(completions))
-    settings = {name: vars(config)[name] for name in grpo_loss.__kwdefaults__}
-    def logprobs_of(network):
-        return [slow_logprobs(network, c, config.temperature)[None] for c in completions]
-    with torch.no_grad():
-        old, ref = logprobs_of(model), logprobs_of(reference)
     updates = config.num_iterations * config.num_mini_batches
-    taught = 0  # tokens
     for _ in range(config.num_iterations):
-        for places in torch.randperm(len(completions)).tensor_split(config.num_mini_batches):
-            tokens = sum(len(completions[i].ids) for i in places)
-            loss = torch.zeros(())
-            for i in places:
-                c = completions[i]
-                if c.advantage == 0 and config.beta == 0:
-                    continue  # it counts in the means, but has no gradient
-                now = slow_logprobs(model, c, config.temperature)[None]
-                own, metrics = grpo_loss(now, old[i], ref[i] if config.beta else None,
-                                         t64([c.advantage]), now < 1, **settings)
-                share = len(c.ids) / tokens if config.loss_type == "dapo" else 1 / len(places)
-                loss = loss + share * own
-                taught += len(c.ids)
-                log["ratio_max"] = max(log["ratio_max"], metrics["ratio_max"])
-                log["sampler_gap"] += (c.sampler_logprobs - old[i]).abs().sum()
-                for name in ("kl", "clip_fraction"):
-                    log[name] += metrics[name] * len(c.ids)
+        for rows in torch.randperm(len(every)).tensor_split(config.num_mini_batches):
+            loss, metrics = loss_and_metrics(rows)
             optimizer.zero_grad()
-            if loss.requires_grad:  # else nothing moves
+            if config.beta > 0 or advantages[rows].any():  # else nothing moves
                 loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
             optimizer.step()
-            log["loss"] += loss.item() / updates
-            log["grad_norm"] += norm / updates
-    for name in ("kl", "clip_fraction", "sampler_gap"):
-        log[name] /= max(taught, 1)
-    return log
+            figures["loss"] += loss.item() / updates
+            figures["grad_norm"] += norm / updates
+            if config.beta > 0:  # else these are not of all completions
+                share = mask[rows].sum() / mask.sum() / config.num_iterations
+                figures["kl"] += share * metrics["kl"]
+                figures["clip_fraction"] += share * metrics["clip_fraction"]
+                figures["ratio_max"] = max(figures["ratio_max"], metrics["ratio_max"])
+                figures["sampler_gap"] = masked_mean((sampled - old).abs(), mask)
+    return figures
 
-UPDATE = dict(steps=2, prompts_per_step=3, max_completion_length=6, learning_rate=3e-3,
-              warmup_steps=0, temperature=0.8, seed=1, micro_batch_size=5)
-OPTIONS = {
-    "grpo": "", "dapo": "loss_type='dapo'", "dr_grpo": "loss_type='dr_grpo'",
-    "gspo": "importance_sampling_level='sequence'", "k2": "kl_penalty_type='mse'",
-    "r-times-kl": "use_bias_correction_kl=True", "batch-std": "scale_rewards='batch'",
-    "in-three": "num_mini_batches=3", "one-by-one": "micro_batch_size=1",
-    "twice": "num_iterations=2, learning_rate=5e-3",
-    "2x2": "num_iterations=2, num_mini_batches=2, learning_rate=5e-3",
-    "tight-clip": "epsilon=0.02, epsilon_high=0.01", "short-step": "max_grad_norm=0.05",
-    "dynamic": "dynamic_sampling=20, num_generations=3",
-    # Without KL, groups of equal rewards are left out. If there is no other, nothing moves.
-    "no-kl": "beta=0.0", "one-group": "prompts_per_step=1, steps=7"}
 
-@each("name", """grpo, grpo 2x2 one-by-one, dapo one-by-one, grpo in-three no-kl,
-dr_grpo 2x2 one-by-one, dr_grpo no-kl, dapo 2x2 no-kl, dapo in-three no-kl, grpo no-kl one-group,
-grpo 2x2 tight-clip, grpo 2x2 short-step, grpo twice k2, grpo dynamic, grpo 2x2 batch-std,
-grpo 2x2 gspo, dapo 2x2 r-times-kl""".replace("\n", " ").split(", "))
-def test_steps_are_those_of_the_slow_way(name):
-    run = dict(UPDATE)
-    for word in name.split():
-        run |= kwargs(OPTIONS[word])
-    config = GRPOConfig(**TINY | run)
+TWO_BY_TWO = dict(num_iterations=2, num_mini_batches=2, learning_rate=5e-3)
+STEPS = {
+    "grpo": {}, "grpo, no KL, in three": dict(beta=0, num_mini_batches=3),
+    "grpo, one by one": TWO_BY_TWO | dict(micro_batch_size=1),
+    "dapo, one by one": dict(loss_type="dapo", micro_batch_size=1),
+    "dapo, no KL": TWO_BY_TWO | dict(loss_type="dapo", beta=0),
+    "dr_grpo, one by one": TWO_BY_TWO | dict(loss_type="dr_grpo", micro_batch_size=1),
+    "dr_grpo, no KL": dict(loss_type="dr_grpo", beta=0),
+    "one group, no KL": dict(beta=0, prompts_per_step=1, steps=7),  # some steps teach nothing
+    "a tight clip": TWO_BY_TWO | dict(epsilon=0.02, epsilon_high=0.01),
+    "short steps": TWO_BY_TWO | dict(max_grad_norm=0.05),
+    "two passes, k2": dict(num_iterations=2, learning_rate=5e-3, kl_penalty_type="mse"),
+    "dynamic sampling": dict(dynamic_sampling=20, num_generations=3),
+    "std of the batch": TWO_BY_TWO | dict(scale_rewards="batch"),
+    "GSPO": TWO_BY_TWO | dict(importance_sampling_level="sequence"),
+    "dapo, ratio * KL": TWO_BY_TWO | dict(loss_type="dapo", use_bias_correction_kl=True)}
+
+
+@each("settings", STEPS)
+def test_steps_are_those_of_the_slow_way(settings):
+    run = dict(steps=2, prompts_per_step=3, num_generations=4, max_completion_length=6, seed=1,
+               learning_rate=3e-3, warmup_steps=0, temperature=0.8, micro_batch_size=5) | settings
     model = ending_model(2.0, "llama", initializer_range=0.2)  # lengths differ
-    start = weights_of(model)
-    slow_model, reference = copy.deepcopy(model), copy.deepcopy(model)
+    start, slow_model, reference = weights_of(model), copy.deepcopy(model), copy.deepcopy(model)
     optimizer = torch.optim.AdamW(slow_model.parameters(), weight_decay=0.0)
-    states = []
+    generator_states = []
+
     def reward(**columns):
-        states.append(torch.get_rng_state())  # the next to be drawn is the order of completions
-        # Weights 1 % larger than those that sampled. Without that, sampler_gap would be 0.
+        # It is called between sampling and learning. The weights become others than those that
+        # sampled: sampler_gap is not 0. The next to be drawn is the order of the completions.
         for parameter in [*model.parameters(), *slow_model.parameters()]:
             parameter.data *= 1.01
-        return uneven_reward(**columns)
+        rewards = coarse_reward(**columns)
+        generator_states.append(torch.get_rng_state())
+        return rewards
+
     def compare(learner):
         metrics = learner.history[-1]
-        torch.set_rng_state(states[-1])
+        torch.set_rng_state(generator_states[-1])
         optimizer.param_groups[0]["lr"] = metrics["learning_rate"]
-        wanted = slow_step(slow_model, reference, optimizer, learner.groups, config)
+        wanted = slow_step(slow_model, reference, optimizer, learner.groups, learner.config)
         for figure, value in wanted.items():
             assert metrics[figure] == pytest.approx(float(value), rel=5e-4, abs=2e-6), figure
         moved = (weights_of(model) - start).norm()
-        assert (weights_of(model) - weights_of(slow_model)).norm() <= 1e-3 * moved
-        assert (learner.reference is None) == (config.beta == 0)
-        copy.deepcopy(learner.groups)  # bare numbers: a tensor with a graph cannot be copied
-    assert len(go(model, reward, after=compare, **run)) == config.steps
+        assert (weights_of(model) - weights_of(slow_model)).norm() <= 5e-3 * moved
 
-def nearly_equal_reward(**columns):
-    return [1 + reward / 1e4 for reward in uneven_reward(**columns)]
+    assert len(train_tiny(model, reward, after=compare, **run)) == run["steps"]
 
-@each("letters, drawn, reward", [  # what is equal, as for the advantages
-    ("ad", 8, uneven_reward), ("eb", 2, nearly_equal_reward), ("deb", 3, nearly_equal_reward)])
-def test_dynamic_sampling_asks_no_more_than_it_has_to(letters, drawn, reward):
-    step = go(reward=reward, data=examples_of(*letters), steps=1, dynamic_sampling=3)[0]
-    assert (step["examples_seen"], step["zero_variance_fraction"]) == (drawn, letters == "ad")
 
-@each("warmup, parts", [(1, [1, 0.8, 0.6, 0.4, 0.2]), (4, [0.25, 0.5])])
-def test_learning_rates(warmup, parts):
-    """No step has the rate 0, neither the first nor the last."""
-    history = go(steps=len(parts), warmup_steps=warmup)
-    assert [metrics["learning_rate"] / 0.01 for metrics in history] == pytest.approx(parts)
+def test_completions_keep_no_graph():
+    learner = learner_of(num_iterations=2, steps=1)
+    copy.deepcopy(learner.groups)  # a tensor with a graph cannot be copied
+
+
+def test_dynamic_sampling_replaces_only_groups_of_equal_rewards_and_gives_up_in_the_end():
+    """In each round the first group's rewards are equal, so it asks for 3 + 1 + 1 + 1 groups."""
+    rounds = []
+
+    def reward(prompts, **columns):
+        rounds.append(len(prompts) // 4)
+        return [1, 1, 1, 1] + [0, 1, 2, 3] * (rounds[-1] - 1)
+
+    metrics = train_tiny(reward=reward, dynamic_sampling=3, prompts_per_step=3, num_generations=4,
+                         steps=1)[0]
+    assert rounds == [3, 1, 1, 1] and metrics["examples_seen"] == 6
+    assert metrics["zero_variance_fraction"] == 1 / 3
+
+
+def test_a_group_with_one_advantage_of_0_teaches():
+    """The one in the middle. So no group is replaced."""
+    metrics = train_tiny(reward=lambda **_: [0, 1, 2] * 2, num_generations=3, prompts_per_step=2,
+                         steps=1, dynamic_sampling=3)[0]
+    assert (metrics["examples_seen"], metrics["zero_variance_fraction"]) == (2, 0)
+
 
 def test_there_is_no_dropout():
     """Nor in the samples or the reference. The model comes in train mode, in float64."""
     plain = tiny_model("gpt2", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     model = tiny_model("gpt2").double().train()
-    assert go(model, steps=3) == go(plain, steps=3)
-    assert not model.training
+    assert train_tiny(model, steps=3) == train_tiny(plain, steps=3)
 
 
-# --- Precision: bfloat16 over float32 masters, here on the CPU ---
-def test_masters_take_steps_and_add_up_gradients_that_bfloat16_cannot():
-    model = tiny_model().requires_grad_(False)
-    head = model.lm_head.weight.requires_grad_()  # all others are frozen, to look at this one
-    angles = model.model.rotary_emb.inv_freq.clone()  # a buffer, which bfloat16 would spoil
-    before = head.detach().clone()
-    learners, added = [], []
-    def watch(learner):
-        learners.append(learner)
-        if len(learners) == 1:  # now it is in bfloat16
-            head.register_hook(added.append)
-    metrics = go(model, after=watch, bf16=True, learning_rate=1e-6, max_grad_norm=1e9,
-                 micro_batch_size=1)[-1]
-    [after] = learners[-1].masters
-    assert torch.equal(head, after.bfloat16())
-    assert 10 * (head != before.bfloat16()).sum() < (after != before).sum()  # bfloat16 sees few
-    total = torch.stack(added[-8:]).float().sum(dim=0)  # of the last step's 8 completions
-    assert metrics["grad_norm"] == pytest.approx(total.norm().item(), rel=1e-6)
-    for network in (model, learners[-1].reference):
-        assert torch.equal(network.model.rotary_emb.inv_freq, angles)
-        assert {parameter.dtype for parameter in network.parameters()} == {torch.bfloat16}
-    assert metrics["sampler_gap"] < 0.1
+def reward_per_a(completions, **columns):
+    """How often each completion says "a"."""
+    return [text.split().count("a") for text in completions]
 
 
-# --- What is refused, and what the error says ---
-FITS = "a " * 59  # with a cap of 5 tokens it just fills the context of 64
-
-@each("value, names", {  # a value, and settings that it is impossible for
-    1: "num_generations",
-    0: "prompts_per_step max_completion_length temperature steps num_iterations num_mini_batches "
-       "max_grad_norm micro_batch_size",
-    -0.1: "beta epsilon epsilon_high dynamic_sampling learning_rate warmup_steps seed save_steps",
-    "none of these": "loss_type scale_rewards kl_penalty_type importance_sampling_level"}.items())
-def test_impossible_settings_are_refused(value, names):
-    for name in names.split():
-        for impossible in (value, -1, NAN, math.inf):
-            with pytest.raises(ValueError, match=f"{name} .*{impossible!r}"):
-                GRPOConfig(**{name: impossible})
-
-@each("words, call, arguments", [  # words of the error
-    ("temperature", sampled, "G=0"), ("temperature", sampled, "cap=0"),
-    ("temperature", sampled, "temperature=-1"), ("temperature", sampled, "temperature=NAN"),
-    ("temperature", sampled, "temperature=math.inf"),
-    ("'' has no tokens", sampled, "prompts=['a', '']"),
-    ("prompt of 60 .* 5 .* 64", sampled, "prompts=['a', FITS + 'a'], cap=5"),
-    ("prompt of 61 .* 5 .* 64", sampled,
-     "prompts=[FITS + 'a a'], cap=5, model=tiny_model('gemma3', **kwargs(FAMILIES['gemma3']))"),
-    ("completion could end", end_token_ids, "model=Mock(generation_config=None, config=None), "
-                                            "tokenizer=None"),
-    ("num_mini_batches is 9", go, "num_mini_batches=9"), ("data set is empty", go, "data=[]"),
-    ("needs the output_dir", go, "resume=True"),
-    ("float8.*quantiz", go, "model=tiny_model().type(torch.float8_e4m3fn)"),
-    ("int32.*quantiz", go, "model=tiny_model().requires_grad_(False).type(torch.int32)"),
-    ("returned 7 ", go, "reward=Mock(return_value=[1] * 7)"),
-    ("returned 9 ", go, "reward=Mock(return_value=[1] * 9)"),
-    ("returned nan ", go, "reward=Mock(return_value=[NAN] * 8)"),
-    ("returned inf ", go, "reward=Mock(return_value=[math.inf] * 8)")])
-def test_impossible_models_prompts_and_rewards_are_refused(words, call, arguments):
-    with pytest.raises(ValueError, match=words):
-        call(**{"model": tiny_model()} | kwargs(arguments))
-
-def test_what_just_fits_is_not_refused():
-    assert len(sampled(tiny_model(), [FITS], cap=5)) == 5
-    go(ending_model(2.0), num_mini_batches=8, steps=1)  # as many as completions
+def shuffled_reward(**columns):
+    """The same rewards, for other completions."""
+    return random.sample(reward_per_a(**columns), k=len(columns["completions"]))
 
 
-# --- Interruptions: a run that was resumed ends as if nothing had happened ---
-RUNS = {
-    "plain": {"seed": 5000},
-    "dynamic, several updates, in bfloat16": {  # many groups are equal, and are replaced
-        "reward": lambda **given: [float(reward > 1) for reward in noisy_reward(**given)],
-        "dynamic_sampling": 2, "num_iterations": 2, "num_mini_batches": 2, "beta": 0, "bf16": True},
-}
-
-def log_of(folder):
-    """The lines of metrics.jsonl. Each must be whole. JSON has neither NaN nor inf."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
-
-def finish(folder, **run):
-    """A run to its end, resumed if there is a checkpoint: its history and its weights."""
-    model = tiny_model()
-    history = go(model, folder=folder, resume=True, **{"steps": 5, "save_steps": 2} | run)
-    assert history == [untimed(metrics) for metrics in log_of(folder)]
-    return history, weights_of(model).tolist()
-
-def contents(folder):
-    return {path: path.is_file() and path.read_bytes() for path in Path(folder).rglob("*")}
-
-def saved_steps(folder):
-    """The number of steps in the checkpoint; 0 without one."""
-    path = folder / "checkpoint.pt"
-    return len(torch.load(path, weights_only=True)["history"]) if path.exists() else 0
-
-def fails_at(fatal, function, failure):
-    """`function`, but its call number `fatal` and all later ones are calls of `failure`."""
-    calls = itertools.count(1)
-    return lambda *args, **more: (function if next(calls) < fatal else failure)(*args, **more)
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return {name: finish(tmp_path_factory.mktemp("whole"), **run) for name, run in RUNS.items()}
-
-@each("name", RUNS)
-# Where the process is killed, in which call, and which argument is the file left torn.
-@cases("place, fatal, torn", {
-    "after step 1": ((grpo, "set_seed"), 2, None), "after step 3": ((grpo, "set_seed"), 4, None),
-    "in the reward of a later step": ((random, "gauss"), 28, None),
-    "while writing metrics 4": ((Path, "write_text"), 4, 0),
-    "while writing the second checkpoint": ((torch, "save"), 2, 1),
-    "before the last checkpoint is renamed": ((Path, "replace"), 3, None)})
-def test_a_killed_run_goes_on(name, place, fatal, torn, whole, tmp_path, monkeypatch, capsys):
-    def leave_it_torn(*args):
-        if torn is not None:
-            args[torn].write_bytes(b'{"step": 4, "lo')
-        raise SystemExit  # as with a SIGKILL, no `except Exception` sees it
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(*place, fails_at(fatal, getattr(*place), leave_it_torn))
-        finish(tmp_path, **RUNS[name])
-    saved = saved_steps(tmp_path)
-    assert finish(tmp_path, **RUNS[name]) == whole[name]
-    assert re.findall("going on after step (.*)", capsys.readouterr().out) == [str(saved)][:saved]
-    assert saved_steps(tmp_path) == 5
-
-@each("save_steps, steps", [(2, [2, 4, 5]), (0, [])])
-def test_what_a_step_leaves_is_there_when_after_step_is_called(save_steps, steps, tmp_path):
-    saved = []
-    def look(learner):  # before the files of the step are written
-        if len(learner.history) > 1:
-            assert log_of(tmp_path) == learner.history[:-1]
-        learner.history[-1]["mine"] = np.float32(0.5)
-        saved.append(saved_steps(tmp_path))
-    history = go(folder=tmp_path, steps=5, save_steps=save_steps, after=look)
-    assert [metrics["mine"] for metrics in log_of(tmp_path)] == [0.5] * 5
-    assert [metrics["step"] for metrics in history] == [1, 2, 3, 4, 5]
-    assert sorted({*saved, saved_steps(tmp_path)} - {0}) == steps
-    with pytest.raises(ValueError, match="holds a run: resume it"):  # its log is enough
-        go(folder=tmp_path)
-
-def test_a_run_may_get_more_steps_but_no_other_settings(tmp_path):
-    finished = finish(tmp_path)
-    files = contents(tmp_path)
-    for name, value in {"seed": 4, "epsilon_high": 0.3, "loss_type": "dapo"}.items():
-        model = tiny_model()
-        with pytest.raises(ValueError, match=f"another run: {name} is .* there, {value} here"):
-            go(model, folder=tmp_path, resume=True, **{name: value})
-        # Nothing was written or loaded.
-        assert contents(tmp_path) == files
-        assert torch.equal(weights_of(model), weights_of(tiny_model()))
-    # These three may change. The run has no step to go, and returns what it was.
-    assert finish(tmp_path, steps=4, save_steps=1, micro_batch_size=3) == finished
-    longer, _ = finish(tmp_path, steps=8)
-    assert longer[:5] == finished[0]
-    rates = [metrics["learning_rate"] / 0.01 for metrics in longer[5:]]
-    assert rates == pytest.approx([3 / 7, 2 / 7, 1 / 7])  # those of a run of 8 steps
-    assert saved_steps(tmp_path) == 8
-
-def test_numbers_of_numpy_are_settings_like_any_other(tmp_path):
-    """They are no Python numbers, so a file that holds them could not be read again."""
-    numpys = {name: np.array(value)[()] for name, value in TINY.items()}
-    first = finish(tmp_path, **numpys)
-    assert finish(tmp_path, **TINY) == first
-    assert finish(tmp_path / "other", **TINY) == first
+@each("bf16", [False, True])
+@each("reward, least, most", {"what is rewarded": (reward_per_a, 2.5, 5),
+                              "and else nothing": (shuffled_reward, 0, 1)})
+def test_a_model_learns(reward, least, most, bf16):
+    """Of up to 5 tokens, 0.1 is an "a" at first."""
+    history = train_tiny(reward=reward, beta=0, num_generations=16, steps=25, bf16=bf16)
+    assert least < sum(metrics["reward_mean"] for metrics in history[-5:]) / 5 < most
 
 
-# --- Too little memory: half as much at once ---
-def small_memory(function, place, most):
-    """`function`, but memory runs out if its argument has more than `most` items."""
-    def tried(*args, **kwargs):
-        if len(args[place]) > most:
-            raise torch.OutOfMemoryError
-        return function(*args, **kwargs)
-    return tried
-
-@cases("settings, most, fatal, said, passes", {
-    # Memory runs out where more than three log-probs are computed, twelve at first.
-    "pi_ref": ("", 3, (), "6 3", 8), "the update": ("beta=0", 3, (), "6 3", 8),
-    "pi_old": ("beta=0, num_iterations=2", 3, (), "6 3", 16),
-    # It runs out at the end of a backward pass. Only that part is done again.
-    "the second part": ("", 99, (1, 3), "6 3", 5 + 4),
-    "a short last part": ("micro_batch_size=5", 99, (3,), "2", 4 + 6)})
-def test_out_of_memory_does_the_same_in_smaller_parts(settings, most, fatal, said, passes,
-                                                      monkeypatch, capsys):
-    run = kwargs("prompts_per_step=3, steps=2, micro_batch_size=12") | kwargs(settings)
-    enough, model = ending_model(2.0, "llama"), ending_model(2.0, "llama")
-    wanted = go(enough, **run)
-    calls = itertools.count(1)
-    def last(gradient):  # that of the embedding is the last
-        if next(calls) in fatal:
-            raise torch.OutOfMemoryError
-    model.get_input_embeddings().weight.register_post_accumulate_grad_hook(last)
-    monkeypatch.setattr(grpo, "compute_logprobs", small_memory(compute_logprobs, 1, most))
-    for step, right in zip(go(model, **run), wanted, strict=True):
-        assert step == pytest.approx(right, rel=1e-4, abs=1e-5)
-    near(weights_of(model), weights_of(enough), 1e-4)
-    assert next(calls) == passes + 1
-    # It is said once and remembered, not found out in every step.
-    assert re.findall("from here on (.*) completions", capsys.readouterr().out) == said.split()
-
-def sampled_prompts(**run):
-    """The prompts of all groups of a run, in their order."""
-    prompts = []
-    go(after=lambda learner: prompts.extend(g[0].example["prompt"] for g in learner.groups), **run)
-    return prompts
-
-def test_out_of_memory_in_sampling_takes_fewer_prompts_at_once(monkeypatch, capsys):
-    run = {"prompts_per_step": 7, "steps": 2}
-    wanted = sampled_prompts(**run)
-    monkeypatch.setattr(grpo, "sample_groups", small_memory(sample_groups, 2, 1))
-    assert sampled_prompts(**run) == wanted
-    assert re.findall("from here on (.*) prompts", capsys.readouterr().out) == ["3", "1"]
-    monkeypatch.setattr(grpo, "sample_groups", small_memory(sample_groups, 2, 0))
-    with pytest.raises(torch.OutOfMemoryError):
-        go()
+def test_logits_of_minus_infinity_do_no_harm():
+    for metrics in train_tiny(ending_model(-inf)):
+        assert (metrics["truncated_fraction"], metrics["skipped_updates"]) == (1, 0)
 
 
-# --- Gradients that are not finite, and none at all ---
-def test_updates_that_are_not_finite_are_skipped(tmp_path, monkeypatch, capsys):
-    # Factors for the gradients of the updates. The square of 1e25, and so the norm, is inf.
-    factors = iter([1, 1, NAN, 1e25, 1e25, NAN, NAN, 1, 1, NAN, 1, 1])
-    def broken_loss(*args, **kwargs):
-        loss, metrics = grpo_loss(*args, **kwargs)
-        factor = next(factors)
-        return loss * factor, {name: value * factor for name, value in metrics.items()}
-    model = tiny_model()
-    weights = [weights_of(model)]
-    monkeypatch.setattr(grpo, "grpo_loss", broken_loss)
-    go(model, folder=tmp_path, num_iterations=2, after=lambda _: weights.append(weights_of(model)))
-    log = log_of(tmp_path)  # without NaN
-    assert [metrics["skipped_updates"] for metrics in log] == [0, 2, 2, 1, 1, 0]
-    for metrics, before, after in zip(log, weights, weights[1:]):
-        assert torch.equal(before, after) == (metrics["skipped_updates"] == 2)
-    assert capsys.readouterr().out.count("update skipped") == 6
+def test_the_smallest_run():
+    metrics = train_tiny(data=EXAMPLES[:1], num_generations=2, prompts_per_step=1, steps=1,
+                         max_completion_length=1, num_mini_batches=2)[0]
+    assert (metrics["completion_length"], metrics["skipped_updates"]) == (1, 0)
+
 
 def test_a_broken_model_ends_the_run_in_the_sampler():
     with pytest.raises(RuntimeError, match="nan"):
-        go(ending_model(NAN))
+        train_tiny(ending_model(nan))
 
-def test_nothing_moves_where_no_completion_teaches(tmp_path):
-    """Adam's momentum moves nothing either. The reward is the length. After step 1 no
-    completion ends, so all rewards are equal."""
-    model = ending_model(2.0)
-    weights = [weights_of(model.model)]
-    def look(learner):
-        weights.append(weights_of(model.model))
-        model.lm_head.bias[[END, EOS]] = -100.0
-    go(model, lambda completion_ids, **_: list(map(len, completion_ids)), folder=tmp_path,
-       after=look, steps=3, beta=0)
-    assert [torch.equal(*pair) for pair in zip(weights, weights[1:])] == [False, True, True]
-    nothing = dict.fromkeys(["loss", "grad_norm", "kl", "sampler_gap", "skipped_updates"], 0)
-    for metrics in log_of(tmp_path)[1:]:
-        assert metrics == metrics | nothing  # these figures are 0
-
-
-# --- The reward's contract, data, seeds, edges ---
-@each("chats", [(), (0, 1, 2), (1,)])
-def test_a_reward_function_is_called_as_trl_calls_one(chats):
-    """The prompts are strings, or chats, or some of each."""
-    def say(role, text, row):
-        return [{"role": role, "content": text}] if row in chats else text
-    data = [{"prompt": say("user", "a b c"[:2 * i + 1], i), "row": i} for i in range(3)]
-    reward = Mock(return_value=list(range(12)))
-    learners = []
-    go(ending_model(1.0), reward, data, after=learners.append, steps=1, prompts_per_step=3)
-    given = reward.call_args.kwargs
-    rows = given["row"]
-    assert rows == sorted(4 * [0, 1, 2], key=rows.index)  # each prompt 4 times in a row
-    completions = sum(learners[0].groups, [])
-    texts = [say("assistant", c.text, i) for c, i in zip(completions, rows)]
-    assert given == {"prompts": [data[i]["prompt"] for i in rows], "row": rows,
-                     "completions": texts, "completion_ids": [c.ids for c in completions]}
-    assert [c.reward for c in completions] == list(range(12))
-
-def test_every_example_once_an_epoch_in_an_order_that_is_the_seeds():
-    order = sampled_prompts(prompts_per_step=7, steps=3)
-    epochs = [order[:7], order[7:14], order[14:]]
-    for epoch in epochs:
-        assert sorted(epoch) == [example["prompt"] for example in EXAMPLES]
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert sampled_prompts(prompts_per_step=9, steps=2) == order[:18]  # more than there are
-    assert sampled_prompts(prompts_per_step=7, steps=1, seed=4) not in epochs
-
-def test_every_step_of_every_seed_draws_afresh_and_nothing_else_decides():
-    drawn, one = set(), EXAMPLES[:1]
-    for seed, data in ((0, one), (1, one), (1, datasets.Dataset.from_list(one))):
-        for metrics in go(data=data, steps=3, seed=seed, learning_rate=0):
-            drawn.add((metrics["reward_mean"], metrics["entropy"]))
-        random.random()  # the caller draws as well
-    assert len(drawn) == 6  # two seeds, three steps
-
-@each("shuffled", [False, True])
-def test_a_model_learns_what_is_rewarded_and_else_nothing(shuffled):
-    def reward(completions, **columns):
-        rewards = [text.split().count("a") for text in completions]
-        return random.sample(rewards, len(rewards)) if shuffled else rewards
-    for bf16 in (False, True):
-        history = go(reward=reward, beta=0, num_generations=16, steps=25, bf16=bf16)
-        mean = sum(metrics["reward_mean"] for metrics in history[-5:]) / 5
-        assert mean < 1 if shuffled else mean > 2.5  # at first it is 0.1
-
-@cases("logit, run, wanted", {  # it is added to the end tokens' logits; run; metrics
-    "logits of minus infinity": (-math.inf, {}, {"truncated_fraction": 1}),
-    "the smallest": (0.0, dict(num_generations=2, prompts_per_step=1, max_completion_length=1,
-                               num_mini_batches=2, data=EXAMPLES[:1]), {"completion_length": 1})})
-def test_steps_at_the_edge(logit, run, wanted, tmp_path):
-    figures = """step loss reward_mean reward_std kl clip_fraction ratio_max entropy grad_norm
-        learning_rate completion_length truncated_fraction zero_variance_fraction sampler_gap
-        sample_seconds update_seconds skipped_updates examples_seen""".split()
-    go(ending_model(logit), folder=tmp_path, **run)
-    for metrics in log_of(tmp_path):
-        assert metrics == metrics | {"skipped_updates": 0} | wanted
-        assert set(metrics) >= set(figures)
 
 def test_the_real_call_in_the_docstring_of_train_runs(monkeypatch, tmp_path):
-    """Here with a small model, a small tokenizer, and fewer steps."""
+    """With a tiny model and tokenizer."""
     [code] = re.findall(r"\n((?: {4}.*\n)+)", inspect.cleandoc(train.__doc__))
-    card = Mock(to=lambda device: tiny_model())
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: card)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained",
+                        lambda name: Mock(to=lambda device: tiny_model()))
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: TOKENIZER)
     monkeypatch.chdir(tmp_path)
-    written = globals() | {"train": Mock(wraps=train), "GRPOConfig": lambda **_: GRPOConfig(**TINY)}
-    exec(textwrap.dedent(code), written)
-    _, _, data, reward, _, _ = written["train"].call_args.args
-    right = [data[3]["answer"]] * 3
-    chats = [[{"content": text}] for text in (r"\boxed{6}", r"\boxed{7}", "6")]
-    assert reward(completions=chats, answer=right) == [1.5, 0.5, 0.0]
+    names = vars(grpo) | dict(
+        AutoModelForCausalLM=AutoModelForCausalLM, AutoTokenizer=AutoTokenizer,
+        GRPOConfig=lambda **given: GRPOConfig(num_generations=2, prompts_per_step=1,
+                                              max_completion_length=5, **given))
+    exec(textwrap.dedent(code), names)
+    assert len(log_of(tmp_path / "sums")) == 20
     assert AutoConfig.from_pretrained("sums").model_type == "qwen2"
+    assert names["reward"]([[{"content": r"\boxed{6}"}]], [names["data"][3]["answer"]]) == [1.5]
+# ==== gsm8k_demo.py ========================================================================
+# ---- Data, model, evaluation --------------------------------------------------------------
+GOOD_ROW = {"question": "How many?", "answer": "6*3=<<6*3=18>>18\n#### 1,018"}
 
 
-# --- The demo: evaluation and data ---
-def echo(model, tokenizer, examples, *rest, **options):
-    """Each prompt is its own completion."""
-    return [[Mock(text=example["prompt"])] for example in examples]
-
-def test_an_evaluation_counts_the_last_box_and_leniently_the_last_number(monkeypatch):
-    monkeypatch.setattr(gsm8k_demo, "sample_groups", small_memory(echo, 2, 3))
-    texts = [r"\boxed{7}, so \boxed{1,000}",  # right
-             "it is 1,000.", "7 dollars, or $1000.", "5-1000",  # right, but not in a box
-             r"\boxed{7}, or 1000", "-1000", "1000 of 7", "no idea", "", r"\boxed{}"]
-    data = [{"prompt": text, "answer": "1000"} for text in texts]
-    found = gsm8k_demo.evaluate(None, None, data, 9)
-    figures = [found[name] for name in ("questions", "accuracy", "lenient_accuracy")]
-    near(figures + found["interval"], [10, 0.1, 0.4, 0.0179, 0.4042], 1e-4)
-
-GOOD_LINE = r'{"question": "How many?", "answer": "6*3=<<6*3=18>>18\n#### 1,018"}'
-
-def write_gsm8k(folder, *lines):
+def write_gsm8k(folder, *rows):
+    """GSM8K's two files, with these rows in each."""
     for name in ("train.jsonl", "test.jsonl"):
-        (folder / name).write_text("\n".join(lines))
-    return folder
+        (folder / name).write_text("\n".join(map(json.dumps, rows)))
 
-def test_gsm8k_is_read_and_graded(tmp_path):
-    for data in gsm8k_demo.load_gsm8k(write_gsm8k(tmp_path, GOOD_LINE, GOOD_LINE)):
-        assert [example["answer"] for example in data] == ["1,018"] * 2
+
+@each("from_hub", [False, True])
+def test_gsm8k_is_read_from_a_folder_or_from_the_hub(from_hub, tmp_path, monkeypatch):
+    write_gsm8k(tmp_path, GOOD_ROW, GOOD_ROW)
+    monkeypatch.setattr(gsm8k_demo, "load_dataset", hub := Mock(return_value=[GOOD_ROW, GOOD_ROW]))
+    for data in gsm8k_demo.load_gsm8k(None if from_hub else tmp_path):
+        assert [example["answer"] for example in data] == ["1,018", "1,018"]
         assert data[0]["prompt"][-1] == {"role": "user", "content": "How many?"}
+    assert hub.called == from_hub
+
+
+@each("row", {
+    "no ####": {"question": "x", "answer": "18"}, "a number": 18, "no question": {"answer": "#### 1"},
+    "a blank answer": {"question": "x", "answer": "1\n#### "}})
+def test_a_broken_row_of_data_is_named(row, tmp_path):
+    write_gsm8k(tmp_path, GOOD_ROW, row)
+    with refused("train data, row with index 1"):
+        gsm8k_demo.load_gsm8k(tmp_path)
+
+
+def test_the_reward_takes_strings_and_chats():
     completions = [[{"content": r"18, so \boxed{\$1018}"}], r"\boxed{1}", "1018"]
     rewards = gsm8k_demo.boxed_reward(None, completions, ["1,018"] * 3, completion_ids=None)
     assert rewards == [1.5, 0.5, 0.0]
 
-@each("line", [  # cut off; no ####; a blank answer; no question; no example
-    '{"question": "x", "answ', '{"question": "x", "answer": "18"}',
-    r'{"question": "x", "answer": "1\n#### "}', '{"answer": "#### 18"}', "18"])
-def test_a_broken_row_of_data_is_named(line, tmp_path):
-    with pytest.raises(ValueError, match="train.*index 1"):
-        gsm8k_demo.load_gsm8k(write_gsm8k(tmp_path, GOOD_LINE, line))
+
+@each("name, said, tokenizer", [
+    ("no/folder/here", "no folder with a model", None),
+    ("owner/model", "cannot load owner/model: offline Is the network there", OSError("offline")),
+    ("owner/model", "owner/model has no chat template", [Mock(chat_template=None)])])
+def test_a_model_that_cannot_be_taken_is_named(name, said, tokenizer, monkeypatch):
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", Mock(side_effect=tokenizer))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", Mock())
+    with pytest.raises((OSError, ValueError), match=said):
+        gsm8k_demo.load_model(name)
 
 
-# --- The rehearsal: one pre-trained model serves all of these ---
+def echo(model, tokenizer, examples, *settings):
+    """As `sample_groups`, but each prompt is its own completion."""
+    return [[Mock(text=example["prompt"])] for example in examples]
+
+
+@each("strictly, leniently, texts", [
+    (1, 1, [r"\boxed{7}, so \boxed{1,000}", r"$\boxed{1000}$"]),
+    (0, 1, ["it is 1,000.", "7 dollars, or $1000.", "5-1000"]),
+    (0, 0, [r"\boxed{7}, or 1000", "-1000", "1000 of 7", "no idea", "", r"\boxed{}"])])
+def test_an_evaluation_takes_the_last_box_and_leniently_the_last_number(strictly, leniently, texts,
+                                                                        monkeypatch):
+    monkeypatch.setattr(gsm8k_demo, "sample_groups", echo)
+    data = [{"prompt": text, "answer": "1000"} for text in texts]
+    found = gsm8k_demo.evaluate(None, None, data, 9)
+    assert (found["accuracy"], found["lenient_accuracy"]) == (strictly, leniently)
+
+
+def test_an_evaluation_goes_on_in_smaller_parts_and_has_an_interval(monkeypatch):
+    monkeypatch.setattr(gsm8k_demo, "sample_groups", out_of_memory_above(3, echo, argument=2))
+    data = [{"prompt": rf"\boxed{{{i}}}", "answer": "5"} for i in range(10)]
+    found = gsm8k_demo.evaluate(None, None, data, 9)
+    assert (found["questions"], found["accuracy"]) == (10, 0.1)
+    agrees(found["interval"], "0.0179 0.4042", within=1e-4)  # Wilson's
+
+
+# ---- The rehearsal ------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def base():
+def pretrained():
+    """(model, tokenizer, train_data, test_data), for all tests below."""
     return gsm8k_demo.rehearsal(0)
 
-def train_with(mistake, base, **settings):
-    model, tokenizer, train_data, _ = copy.deepcopy(base)
-    history = gallery.train(mistake, model, tokenizer, train_data, **settings)
-    return model, history[-1]
 
-def test_the_rehearsal_learns_nothing_from_rewards_in_the_wrong_order(base):
-    learned, tested = [{row["prompt"][0]["content"] for row in data} for data in base[2:]]
-    assert not learned & tested and len(tested) >= 256  # held out
-    model, _ = train_with("other order", base, steps=10)
-    end = gsm8k_demo.evaluate(model, base[1], base[3], 28, temperature=1)
-    assert end["accuracy"] < 0.15
+def train_with(mistake, pretrained, **settings):
+    """Trains a copy with a mistake of the gallery. Gives the copy, and the last metrics."""
+    model, tokenizer, train_data, _ = copy.deepcopy(pretrained)
+    return model, gallery.train(mistake, model, tokenizer, train_data, **settings)[-1]
 
 
-# --- The demo from the command line ---
+def test_no_problem_is_in_two_of_the_three_parts(monkeypatch):
+    monkeypatch.setattr(gsm8k_demo, "pretrain", pretrain := Mock())
+    _, _, to_learn, to_test = gsm8k_demo.rehearsal(0)
+    _, _, known, _ = pretrain.call_args.args
+    questions = [row["prompt"][0]["content"] for row in [*known, *to_learn, *to_test]]
+    assert len(set(questions)) == len(questions) and len(to_test) >= 256
+
+
+def test_the_rehearsal_learns_nothing_from_rewards_in_the_wrong_order(pretrained):
+    model, _ = train_with("other order", pretrained, steps=10)
+    _, tokenizer, _, test_data = pretrained
+    assert gsm8k_demo.evaluate(model, tokenizer, test_data, 28, temperature=1)["accuracy"] < 0.15
+
+
+# ---- From the command line ----------------------------------------------------------------
 @pytest.fixture
-def demo(base, monkeypatch, tmp_path):
-    def run(flags):
-        monkeypatch.setattr(sys, "argv", ["gsm8k_demo.py", *flags.split()])
+def demo(pretrained, monkeypatch, tmp_path):
+    """Runs the demo with the flags of a command line, in an empty folder, without a GPU, and with
+    a rehearsal that has been made."""
+    def run(command_line):
+        monkeypatch.setattr(sys, "argv", ["gsm8k_demo.py", *shlex.split(command_line)])
         gsm8k_demo.main()
+
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gsm8k_demo, "rehearsal", lambda seed: copy.deepcopy(base))
+    monkeypatch.setattr(gsm8k_demo, "rehearsal", lambda seed: copy.deepcopy(pretrained))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return run
 
-def read(path):
+
+def read_json(path):
     return json.loads(Path(path).read_text())
 
+
+def stopped(said):
+    """The block must end the program with one line, which says this."""
+    return pytest.raises(SystemExit, match=f"^stopped: .*{said}.*$")
+
+
+SMALL = "--rehearsal --steps 1 --prompts_per_step 1 --eval_questions 1 --output run "
+FEW = ("--rehearsal --steps 4 --prompts_per_step 4 --eval_questions 64 --eval_every 2 "
+       "--show_steps 9 --save_steps 2 --output ")
+
+
 @each("flags, said", [
-    ("--rehearsal --num_generations 1", "num_generations"),
-    ("--rehearsal --eval_questions -1", "eval_questions"),
+    ("--rehearsal --num_generations 1", "num_generations is 1"),
+    ("--rehearsal --num_mini_batches 999", "num_mini_batches is 999"),
+    ("--rehearsal --max_completion_length 99999", "max_completion_length is 99999"),
+    ("--rehearsal --eval_questions 0", "eval_questions 0"), ("--rehersal", "--rehersal"),
+    ("--rehearsal --eval_every -1", "eval_every is -1"), ("--rehear", "unrecognized.*--rehear"),
     (f"--rehearsal --output {grpo.__file__}", "Not a directory"),
     ("--resume --output no/such", "no run to go on with in no/such"),
     ("--data nowhere --model x", "cannot load nowhere"),
     ("--rehearsal --model x", "leave out --model")])
 def test_wrong_flags_end_in_one_line_and_write_nothing(flags, said, demo, tmp_path):
-    with pytest.raises(SystemExit, match=f"^stopped: .*{said}.*$"):
+    with stopped(said):
         demo(flags)
-    assert not contents(tmp_path)
+    assert not files_in(tmp_path)
 
-KNOBS = vars(GRPOConfig()) | vars(gsm8k_demo.DemoConfig())
 
-def test_every_setting_is_a_flag_and_help_shows_defaults_and_choices(demo, capsys):
+@each("flags, said", [
+    (SMALL, "run holds a run"), ("--resume --output run --seed 5", "seed is 0 there, 5 here"),
+    ("--resume --output run --data x", "data is None there, x here"),
+    ("--resume --output run --eval_questions 8", "eval_questions is 1 there, 8 here")])
+def test_a_run_is_resumed_with_its_own_settings(flags, said, demo):
+    demo(SMALL)
+    files = files_in("run")
+    with stopped(said):
+        demo(flags)
+    assert files_in("run") == files
+
+
+@each("name", ["settings.json", "results.json", "checkpoint.pt"])
+def test_a_damaged_file_is_named(name, demo):
+    demo(SMALL)
+    Path("run", name).write_text("[]")
+    with stopped(f"run/{name} is damaged"):
+        demo("--resume --output run")
+
+
+FLAGS = vars(GRPOConfig()) | vars(gsm8k_demo.DemoConfig())
+
+
+def test_every_setting_is_a_flag_and_help_shows_defaults_and_choices(demo, printed):
     with pytest.raises(SystemExit):
         demo("--help")
-    flags = " ".join(capsys.readouterr().out.partition("\noptions:")[2].split())
-    for name, default in KNOBS.items():
+    flags = " ".join(printed().partition("\noptions:")[2].split())
+    for name, default in FLAGS.items():
         assert re.search(rf"--{name}\b.*?\(default: (.*?)\)", flags)[1] == str(default)
     assert "{group,none,batch,rloo}" in flags
 
-FEW = ("--rehearsal --steps 4 --prompts_per_step 4 --eval_questions 64 --eval_every 2 "
-       "--show_steps 9 --save_steps 2 --output ")
 
-def test_the_demo_from_flags_to_files(demo, capsys):
-    demo(FEW + "whole")
-    printed = capsys.readouterr().out
-    for words in ("--output whole", "reward 1.5", "before:", "step 2:", "after:"):
-        assert words in printed
-    assert "warning" not in printed
-    assert re.findall(r"^step (\d+)", printed, re.M) == ["1", "2", "4"]  # groups
-    settings = read("whole/settings.json")
-    assert settings["steps"] == 4 and settings["beta"] == 0.02  # typed, and the rehearsal's own
-    figures = {"questions", "accuracy", "lenient_accuracy", "interval", "sampled_accuracy"}
-    for result in read("whole/results.json").values():
-        assert figures <= result.keys() and result["questions"] == 64
-    model = AutoModelForCausalLM.from_pretrained("whole")
-    assert model.generation_config.eos_token_id == [2, 0]
-    assert AutoTokenizer.from_pretrained("whole").chat_template
-    files = contents("whole")
-    for flags, said in [(FEW + "whole", "holds a run"),
-                        ("--resume --output whole --seed 5", "seed is 0 there, 5 here"),
-                        ("--resume --output whole --data x", "data is None there, x here"),
-                        ("--resume --output whole --eval_questions 8", "is 64 there, 8 here")]:
-        with pytest.raises(SystemExit, match=f"^stopped: .*{said}.*$"):
-            demo(flags)
-        assert contents("whole") == files
-    # A finished run can be trained further, and some flags may be typed anew.
-    demo("--resume --output whole --steps 7 --show_steps 3")
-    printed = capsys.readouterr().out
-    assert "going on after step 4" in printed
-    assert re.findall(r"^step (\d+)", printed, re.M) == ["6"]
-    assert [metrics["step"] for metrics in log_of(Path("whole"))] == [1, 2, 3, 4, 5, 6, 7]
-    assert list(read("whole/results.json")) == ["before", "step 2", "step 6", "after"]
+def test_what_is_shown_in_a_run(demo, printed):
+    demo(FEW + "run")
+    text = printed()
+    for words in ("--output run --resume", "before:", "step 2:", "after:"):
+        assert words in text
+    assert "warning" not in text
+    groups = re.findall(r"^step (\d+): (.*?)  all groups", text, re.M | re.S)
+    assert [step for step, _ in groups] == ["1", "2", "4"]
+    for _, group in groups:  # one that teaches, with equal completions merged
+        counts, lines = zip(*re.findall(r"(\d) x  (reward .*)", group))
+        assert sum(map(int, counts)) == 8 and len({*lines}) == len(lines) > 1
+        assert "+0.00" not in group
 
-def test_the_rehearsal_learns_and_says_so(demo, capsys):
-    demo("--steps 10 --show_steps 0 --output learned")  # without a GPU it is the rehearsal
-    printed = capsys.readouterr().out
-    assert "no CUDA GPU" in printed and "did not rise" not in printed and "\nstep 1:" not in printed
-    before, after = read("learned/results.json").values()
+
+def test_the_files_of_a_run(demo, printed):
+    demo(FEW + "run")
+    settings, results = read_json("run/settings.json"), read_json("run/results.json")
+    assert (settings["steps"], settings["beta"]) == (4, 0.02)  # typed, and the rehearsal's own
+    assert list(results) == ["before", "step 2", "after"]
+    for result in results.values():
+        assert result["questions"] == 64 and result.keys() >= {
+            "accuracy", "lenient_accuracy", "interval", "sampled_accuracy"}
+    _, lines = printed().split("To ask the model:\n")
+    exec(textwrap.dedent(lines), {})  # they load the model
+
+
+def test_a_finished_run_can_be_trained_further(demo, printed):
+    """Some flags may be typed anew."""
+    demo(FEW + "run")
+    demo("--resume --output run --steps 7 --show_steps 3")
+    _, text = printed().split("going on after step 4")
+    assert re.findall(r"^step (\d+): ", text, re.M) == ["6"]
+    assert [metrics["step"] for metrics in log_of("run")] == [1, 2, 3, 4, 5, 6, 7]
+    assert list(read_json("run/results.json")) == ["before", "step 2", "step 6", "after"]
+    demo("--resume --output run --steps 5")
+    assert "nothing was left to train: the run has 7 steps" in printed()
+
+
+def test_without_a_gpu_it_is_the_rehearsal_which_learns(demo, printed):
+    demo("--steps 10 --show_steps 0 --output run")
+    text = printed()
+    assert "no CUDA GPU" in text and gsm8k_demo.HABIT_FOUND in text
+    assert "\nstep 1: " not in text  # no group
+    before, after = read_json("run/results.json").values()
     assert before["accuracy"] < 0.15 < before["sampled_accuracy"] < 0.35
     assert min(after["accuracy"], after["sampled_accuracy"]) > 0.8
 
-def test_a_model_and_data_in_folders(demo, base, capsys, tmp_path):
+
+def test_a_model_and_data_in_folders(demo, pretrained, tmp_path, printed):
     """The real run, but for the size."""
-    write_gsm8k(tmp_path, GOOD_LINE, GOOD_LINE)
-    for part in base[:2]:
-        part.save_pretrained("tiny")
-    run = "--data . --model tiny --steps 1 --prompts_per_step 2 --max_completion_length 9 --output "
-    demo(run + "real")
-    assert "neither rose nor fell" in capsys.readouterr().out
-    assert "sampled_accuracy" not in read("real/results.json")["after"]
-    Path("tiny/chat_template.jinja").unlink()
-    with pytest.raises(SystemExit, match="^stopped: .*chat template.*$"):
-        demo(run + "another")
-    assert not Path("another").exists()
+    write_gsm8k(tmp_path, GOOD_ROW, GOOD_ROW)
+    model, tokenizer, _, _ = pretrained
+    model.save_pretrained("tiny")
+    tokenizer.save_pretrained("tiny")
+    demo("--data . --model tiny --steps 1 --prompts_per_step 2 --max_completion_length 9 --output run")
+    assert gsm8k_demo.NOT_LEARNED in printed()
+    assert "sampled_accuracy" not in read_json("run/results.json")["after"]
 
-@each("function, fatal", [  # Ctrl-C before step 1; before the first checkpoint;
-    ("evaluate", 1), ("boxed_reward", 2),
-    ("evaluate", 4), ("evaluate", 5)])  # in the middle evaluation; in the last
-def test_the_demo_interrupted_and_resumed(function, fatal, demo, monkeypatch, capsys):
-    demo(FEW + "whole")
-    wanted = read("whole/results.json")
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        works, fails = getattr(gsm8k_demo, function), Mock(side_effect=KeyboardInterrupt)
-        patch.setattr(gsm8k_demo, function, fails_at(fatal, works, fails))
-        demo(FEW + "killed")
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    [(line, command)] = re.findall(r"(interrupted.*) python gsm8k_demo.py (.*)", said)
+
+@each("before, after, words", [([0.1, 0.2], [0.3, 0.4], gsm8k_demo.LEARNED),
+                               ([0.3, 0.4], [0.1, 0.2], gsm8k_demo.FELL)])
+def test_the_last_words_follow_the_intervals(before, after, words, printed):
+    """The other two endings are those of the runs above."""
+    results = {name: dict(interval=interval, accuracy=0.5, lenient_accuracy=0.5)
+               for name, interval in (("before", before), ("after", after))}
+    gsm8k_demo.show_end(Path("run"), [], results, [{"reward_mean": 1.5}], is_rehearsal=False)
+    assert words in printed()
+
+
+@each("function, call", [  # calls of `evaluate`: before 1, 2; after step 2: 3, 4; after: 5, 6
+    ("evaluate", 1), ("boxed_reward", 2), ("evaluate", 4), ("evaluate", 5)])
+def test_after_ctrl_c_the_printed_command_goes_on(function, call, demo, monkeypatch, capsys):
+    demo(FEW + "uninterrupted")
+    works, interrupt = getattr(gsm8k_demo, function), Mock(side_effect=KeyboardInterrupt)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as exited:
+        patch.setattr(gsm8k_demo, function, fails_from_call(call, works, interrupt))
+        demo(FEW + "'a folder'")
+    assert exited.value.code == 130
+    _, command = capsys.readouterr().err.split("interrupted. To go on: python gsm8k_demo.py ")
     demo(command)
-    assert read("killed/results.json") == wanted
+    assert read_json("a folder/results.json") == read_json("uninterrupted/results.json")
 
-@each("gap", [0.2, NAN])
-def test_a_sampler_that_disagrees_is_warned_of(gap, demo, monkeypatch, capsys):
-    def widened(*arguments):
-        groups = sample_groups(*arguments)
-        groups[0][0].sampler_logprobs += 99 * gap  # of 16 completions
-        return groups
-    monkeypatch.setattr(grpo, "sample_groups", widened)
-    demo("--rehearsal --steps 1 --prompts_per_step 2 --eval_questions 1")
-    assert "warning: the log-probs of sampling" in capsys.readouterr().out
 
-def test_any_text_prints_in_ascii(monkeypatch):
-    screen = io.TextIOWrapper(io.BytesIO(), "ascii")
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(sys, "argv", ["gsm8k_demo.py", "--nonsense"])
+def test_ctrl_c_before_anything_is_written(demo, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(gsm8k_demo, "rehearsal", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(SystemExit):
-        runpy.run_path(gsm8k_demo.__file__, run_name="__main__")
-    print("\u2588 \u4e2d", flush=True)  # the curves, and models, print such
-    assert screen.buffer.getvalue() == b"? ?\n"
+        demo("--rehearsal")
+    assert capsys.readouterr().err == "interrupted before anything was written\n"
+    assert not files_in(tmp_path)
 
 
-# --- The gallery of mistakes: every one can be made, and the loud ones are still loud ---
-def test_every_mistake_can_be_made(base):
-    for mistake, changes in gallery.GALLERY.items():
-        if "code" in changes:
-            train_with(mistake, base, steps=1, prompts_per_step=2)
+@each("gaps", [[0.02, 0.2, 0.3], [nan]])
+def test_a_sampler_that_disagrees_is_warned_of_once(gaps, demo, monkeypatch, printed):
+    left = iter(gaps)
 
-@each("mistake, steps, figure, least, most", [
-    ("sign of loss", 5, "reward_mean", 0, 0.55), ("sampled at 0.6", 1, "sampler_gap", 0.005, 0.05),
-    ("box alone", 5, "zero_variance_fraction", 0.7, 1),
-    ("one end token known", 1, "truncated_fraction", 1, 1),
-    ("targets not shifted", 1, "sampler_gap", 5, 20)])
-def test_loud_mistakes_still_show(mistake, steps, figure, least, most, base):
-    _, last = train_with(mistake, base, steps=steps, warmup_steps=2)
-    assert least <= last[figure] <= most
+    def sample(*arguments):
+        [group] = sample_groups(*arguments)
+        gap = next(left)
+        for completion in group:
+            completion.sampler_logprobs += gap
+        return [group]
+
+    monkeypatch.setattr(grpo, "sample_groups", sample)
+    demo(f"--rehearsal --steps {len(gaps)} --prompts_per_step 1 --eval_questions 1")
+    assert printed().count("warning: the log-probs of sampling") == 1
 
 
-# --- The README ---
+# ==== The gallery of mistakes ==============================================================
+@each("mistake", [name for name, changes in gallery.GALLERY.items() if "code" in changes])
+def test_every_mistake_can_be_made(mistake, pretrained):
+    train_with(mistake, pretrained, steps=1, prompts_per_step=2)
+
+
+@each("mistake, steps, figure, least, most", gallery.LOUD)
+def test_loud_mistakes_still_show(mistake, steps, figure, least, most, pretrained):
+    _, metrics = train_with(mistake, pretrained, steps=steps, warmup_steps=2)
+    assert least <= metrics[figure] <= most
+
+
+# ==== The README ===========================================================================
 README = Path(grpo.__file__).with_name("README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+SECONDS = {"sample_seconds", "update_seconds"}
 
-def test_what_the_readme_names_exists(base):
-    assert set(re.findall(r"--(\w+)", README)) <= KNOBS.keys() | {"help", "nproc_per_node", "seeds"}
-    _, figures = train_with("healthy", base, steps=1)
-    for cell in re.findall(r"^\| (`[^|]*)", README, re.M):  # of tables of figures and settings
-        assert set(re.findall(r"`(\w+)`", cell)) <= KNOBS.keys() | set(figures), cell
 
-@cases("block", dict(enumerate(BLOCKS)))
-def test_the_readmes_python_does_what_it_says(block, demo, capsys):
-    if "trl" in block:  # too large to run: but its settings are ours
-        compile(block, "several.py", "exec")
+def test_what_the_readme_names_exists_and_its_table_has_every_figure():
+    assert set(re.findall(r"--(\w+)", README)) <= FLAGS.keys() | {"help", "nproc_per_node", "seeds"}
+    names = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*)", README, re.M))))
+    figures = train_tiny(steps=1)[0].keys() | SECONDS
+    assert figures <= names <= figures | FLAGS.keys()
+
+
+@each("block", re.findall(r"```python\n(.*?)```", README, re.S))
+def test_the_readmes_python_prints_what_it_says(block, demo, printed):
+    if "trl" in block:  # too large to run, but its settings are our defaults
         written = dict(re.findall(r"\b(\w+)=([^\s,)]+)", block))
-        for name in {"beta", "loss_type", "use_bias_correction_kl"} | written.keys() & KNOBS.keys():
-            assert eval(written[name]) == getattr(GRPOConfig(), name), name
+        for name in written.keys() & FLAGS.keys():
+            assert ast.literal_eval(written[name]) == FLAGS[name]
         return
     exec(block, {})
     [promised] = re.findall(r"^print.*  # ([^;\n]*)", block, re.M)
-    printed = capsys.readouterr().out.replace("->", "")
-    near(numbers(printed), numbers(promised.replace("->", "")), 0.15)
+    agrees(printed().replace("->", ""), promised.replace("->", ""), within=0.15)
