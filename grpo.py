@@ -7,7 +7,7 @@ arXiv:2501.12948) repeats five moves. The loop, with the functions and sections 
     for step in range(steps):                                                 train        7
         groups = sample_and_grade(...)        moves 1, 2: sample completions, reward each  8, 9
         advantages = group_advantages(...)    move 3: compare each with its group          1
-        write_logprobs(...)                   move 4: log-probs by pi_ref (and pi_old)     10
+        write_logprobs(...)                   move 4: log-probs by pi_ref and pi_old       10
         for mini_batch in mini_batches(...):  move 5: update the weights                   11
             update(learner, mini_batch):
                 logprobs = compute_logprobs(...)                                           10
@@ -49,8 +49,8 @@ frame around a result), and 1.0 more if it is right. The model wrote four comple
 To keep the sums small, pretend that 1 and 4 are two tokens long, and 2 and 3 one token.
 
 Shapes: B prompts with G completions each make N = B * G rows. T and P are the lengths of the
-longest completion and of the longest prompt, and V is the size of the vocabulary. To save
-memory, a call of the model may get only n of the N rows. Log-probs are log-probabilities.
+longest completion and of the longest prompt, and V is the size of the vocabulary. One call of
+the model gets n rows: all N, or fewer to save memory. Log-probs are log-probabilities.
 
 Sections 1 to 5 are the mathematics, 6 the settings, 7 to 11 the loop and its moves, 12 what
 is not GRPO (precision, files, checks), 13 GRPO's relatives. gsm8k_demo.py, beside this file,
@@ -87,7 +87,7 @@ def group_advantages(rewards, scale_rewards="group"):
         "group"  the std of the group
         "none"   1 (Dr. GRPO, section 13)
         "batch"  the std of the rewards of all groups together
-        "rloo"   (G - 1) / G. This makes A_i = R_i - mean of the *other* rewards (section 2)
+        "rloo"   (G - 1) / G. It makes A_i = R_i - mean of the *other* rewards, as section 2 shows
 
     A group of equal rewards (to a millionth) gets exact zeros. NaN and inf stay visible in the
     result. ValueError for a group of one, and for an unknown `scale_rewards`."""
@@ -107,19 +107,17 @@ def group_advantages(rewards, scale_rewards="group"):
     return (centered / scales[scale_rewards]).masked_fill(equal, 0.0).float()
 
 
-# The apples: R = [1.5, 1.5, 0.5, 0.5] has the mean 1 and the std 0.5, so
-#
-#     A = [+1, +1, -1, -1]
+# The apples: R = [1.5, 1.5, 0.5, 0.5] has the mean 1 and the std 0.5, so A = [+1, +1, -1, -1].
 #
 # If all completions of a group earn the same, because the prompt is too easy or too hard,
 # all advantages are 0. The share of such groups is logged as zero_variance_fraction.
 
 
 # ---- 2. Ratio and clip: learn from a completion, but not too much ------------------------
-# Why log pi. Pretend first that a completion is a single token. The model draws it with the
-# probability pi, and each of the V tokens has an advantage A of its own, a fixed number. We
-# want the expected advantage, sum(pi * A) over all V tokens, to grow. Let grad be the
-# gradient with respect to the weights of the model. Since grad log pi = (grad pi) / pi,
+# Why log pi. Pretend first that a completion is a single token. Then each of the V tokens is a
+# possible completion. It has a probability pi, and a fixed advantage A. We want the expected
+# advantage, sum(pi * A) over all V tokens, to grow. Let grad be the gradient with respect to the
+# model's weights. Since grad log pi = (grad pi) / pi, we can write pi * grad log pi for grad pi:
 #
 #     grad sum(pi * A) = sum(A * grad pi) = sum(pi * A * grad log pi)
 #
@@ -132,16 +130,16 @@ def group_advantages(rewards, scale_rewards="group"):
 # Why a baseline. Subtracting a number b from every reward does not change the expected
 # gradient. The probabilities always sum to 1, so the change is -b * sum(pi * grad log pi) =
 # -b * sum(grad pi) = -b * grad(1) = 0. But the estimate is less noisy if b is near the
-# expected reward. (b must not depend on the draw of R_i, and the group's mean contains R_i.
-# But R_i - mean(R) = (G - 1)/G * (R_i - m), where m is the mean of the *other* rewards, which
-# is a valid b. So only the scale changes.)
+# expected reward. (We took b out of the sum, so it must be the same whichever completion is
+# drawn. The mean m of the *other* G - 1 rewards is such a b. The mean of all contains R_i. But
+# it is (R_i + (G - 1) * m) / G, so R_i - mean(R) = (G - 1)/G * (R_i - m): only the scale differs.)
 #
 # Why a ratio. The tokens were drawn from pi_old, and after an update pi_theta is another
 # policy. The factor r = pi_theta / pi_old corrects for that: sum(pi_old * r * A) =
 # sum(pi_theta * A). This is importance sampling. pi_old is constant, so grad r =
 # (grad pi_theta) / pi_old = r * grad log pi_theta. At r = 1 the gradient of r * A is A *
-# grad log pi, as above. (The exact factor is the product of the ratios of all tokens. PPO
-# approximates it by the token's own ratio, which is good while the ratios are near 1.)
+# grad log pi, as above. (For a whole completion, r would be the product of all its tokens'
+# ratios. PPO gives each token its own ratio only, which is good while the ratios are near 1.)
 #
 # Why the clip. Samples from pi_old say little about a policy far from it. So min(r A, clip(r) A)
 # has no gradient any more once r has moved far enough in the right direction: above 1 + eps if
@@ -159,14 +157,13 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
     return torch.min(ratio * A, clipped_ratio * A)
 
 
-# The apples after some updates. Say that pi_old gave every token the probability 0.2, and
-# that pi_theta now gives
+# The apples after some updates. Say that pi_old gave each token 0.2, and that pi_theta now gives
 #
 #     completion 1: 0.3 and 0.2    2: 0.1    3: 0.3    4: 0.1 and 0.2
 #     ratios     1: 1.5 and 1.0    2: 0.5    3: 1.5    4: 0.5 and 1.0
 #
 # With eps = 0.2, the first four rows are the four cases of the clip. Since r is exp(log pi -
-# log pi_old), the gradient of r * A with respect to log pi is r * A:
+# log pi_old), and e^x is its own derivative, the gradient of r * A for log pi is r * A:
 #
 #     A    r             min(r A, clip(r) A)                 gradient with respect to log pi
 #     +1   1.5 (no. 1)   min( 1.5,  1.2) =  1.2  clipped      0    good, already likelier
@@ -175,10 +172,10 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 #     -1   0.5 (no. 4)   min(-0.5, -0.8) = -0.8  clipped      0    bad, already rarer
 #     any  1.0           A                       not clipped  A    all tokens, first update
 #
-# In the first update after a sampling, pi_theta is pi_old. Every ratio is 1 (up to rounding),
-# and the clip does not act. With one update after each sampling (strictly on-policy), it never
-# acts. A common mistake is max instead of min where A is negative. Then the bad token of row 4
-# is pushed down for ever, and the bad token of row 3 is left alone.
+# In the first update after a sampling, pi_theta is pi_old. Every ratio is 1 (up to rounding), and
+# the clip does not act. With one update after each sampling (strictly on-policy), it never acts. A
+# common mistake is max instead of min where A is negative. Then row 3 is -1.2, a constant, and its
+# bad token is left alone. Row 4 is -0.5, which is r * A, and pushes its bad token down for ever.
 
 
 # ---- 3. The KL penalty: stay near the reference ------------------------------------------
@@ -222,8 +219,7 @@ def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
     """KL(pi_theta || pi_ref), estimated per token in four ways: (N, T), (N, T) -> (N, T).
 
     "low_var_kl" is k3, and GRPO needs no other. With d = log(pi_theta/pi_ref), "kl" is k1 =
-    d, "mse" is k2 = d^2 / 2, and "abs" is |d|. The names are those of verl and RLinf.
-    ValueError for any other name."""
+    d, "mse" is k2 = d^2 / 2, and "abs" is |d|: verl's and RLinf's names. ValueError for others."""
     d = logprobs - ref_logprobs  # (N, T)
     estimates = {"low_var_kl": k3_kl(logprobs, ref_logprobs), "kl": d, "mse": d.square() / 2,
                  "abs": d.abs()}
@@ -232,21 +228,22 @@ def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
     return estimates[kl_penalty_type]
 
 
-# Which estimate may be a loss? (Skip this unless you change the setting.) The weights change
-# d = log(pi_theta/pi_ref), and they change which tokens are drawn. Autograd sees only the first,
-# so a right value can have a wrong gradient. With pi for pi_theta, grad d is grad log pi, since
-# pi_ref is constant. The gradient of the KL itself has two parts, grad sum(pi * d) =
+# Which estimate may be a loss? (Skip this unless you change the setting.) The KL depends on the
+# weights in two ways: through d = log(pi_theta/pi_ref), and through which tokens are drawn.
+# backward() sees only d, so a right value can have a wrong gradient. With pi for pi_theta, grad d
+# is grad log pi, since pi_ref is constant. The right gradient has two parts, grad sum(pi * d) =
 #
 #     sum(grad pi * d)   = sum(pi * d * grad log pi), the average of d * grad log pi
 #     + sum(pi * grad d) = sum(pi * grad log pi) = sum(grad pi) = grad(1) = 0
 #
-#     estimate         right value?   right gradient? The gradient of the estimate is
-#     k1 = d           yes            no: grad log pi. On average this is 0, as in the second part
-#     k2 = d^2 / 2     no             yes: d * grad log pi
-#     k3               yes            nearly: (1 - e^-d) * grad log pi; 1 - e^-d is about d
-#     r * k3           yes            yes: r * d * grad log pi, since k3 = e^-d - 1 + d
+#     estimate      right value?  its gradient. On average it should be d * grad log pi
+#     k1 = d        yes           grad log pi: wrong, on average 0, as in the second part
+#     k2 = d^2 / 2  no            d * grad log pi: right
+#     k3            yes           (1 - e^-d) * grad log pi: nearly right. 1 - e^-d is about d
+#     r * k3        yes           k3 * grad r + r * grad k3: right, as grad r = r * grad log pi, and
+#                                 so it is r * (e^-d - 1 + d  +  1 - e^-d) * grad log pi
 #
-# r * k3 is the setting `use_bias_correction_kl`. Its r corrects for tokens drawn from pi_old.
+# The last is the setting `use_bias_correction_kl`. Its r also corrects for draws from pi_old.
 
 
 # ---- 4. The masked mean: padding is not data ---------------------------------------------
@@ -307,7 +304,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
         raise ValueError(f"log-probs {logprobs.shape}, {old_logprobs.shape}, {ref_logprobs.shape}, "
                          f"mask {mask.shape}, advantages {advantages.shape}: not (N, T) and (N,)")
     # The inputs are masked before exp. If only the result were masked, a NaN in the padding
-    # would not be in the loss, but the gradient would be 0 * NaN, which is NaN.
+    # would get the gradient 0. But backward multiplies it by the value of exp: 0 * NaN is NaN.
     mask = mask.bool()
     logprobs = logprobs.masked_fill(~mask, 0.0)
     old_logprobs = old_logprobs.masked_fill(~mask, 0.0).detach()  # pi_old, pi_ref: constants
@@ -315,7 +312,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     # Logs are subtracted, because a small probability, say e^-200, would be 0 in float32.
     log_ratio = logprobs - old_logprobs  # (N, T)
     if importance_sampling_level == "sequence":
-        # GSPO (section 13): all tokens of a completion share one: exp of the mean.
+        # GSPO (section 13): the tokens of a completion share one ratio, exp of their mean.
         log_ratio = masked_mean(log_ratio, mask, dim=1).unsqueeze(1).expand_as(log_ratio)
     elif importance_sampling_level != "token":
         raise ValueError(f"importance_sampling_level {importance_sampling_level!r}: token/sequence")
@@ -357,8 +354,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
 # But its gradient with respect to log pi is -A / |o_i| / N at each token. Each step has new
 # advantages around 0, so watch the reward, and not the loss.
 #
-# That is GRPO, and you may stop here. The rest of the file makes the five tensors that
-# `grpo_loss` needs. From section 7 on, functions mostly stand below their first caller.
+# That is GRPO, and you may stop here. The rest makes the five tensors that `grpo_loss` needs.
 
 
 # ---- 6. Settings -------------------------------------------------------------------------
@@ -431,10 +427,10 @@ class Learner:
     tokenizer: object
     reference: torch.nn.Module | None  # pi_ref; None at beta = 0
     parameters: list  # the model's trained weights, on most GPUs in bfloat16
-    masters: list  # their float32 copies, for the optimizer: bfloat16 would lose small updates
+    masters: list  # their float32 copies, for the optimizer (section 12 says why)
     start: list  # a few weights from before training, to recognise the model on resume
     optimizer: torch.optim.Optimizer
-    at_once: dict  # how many "prompts" and "completions" at once; halved if memory runs out
+    at_once: dict  # its "prompts", "completions": how many at once. Halved if memory runs out
     examples_seen: int = 0
     history: list = field(default_factory=list)  # the metrics of all steps so far
     groups: list = field(default_factory=list)  # the last step's B groups of G completions
@@ -477,7 +473,7 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
     for step in bar:
         rate = scheduled_rate(config, step)
         learner.optimizer.param_groups[0]["lr"] = rate
-        # Seeds Python, NumPy and PyTorch. A resumed run draws the same (if nothing is halved).
+        # Seeds Python, NumPy and PyTorch. A resumed run draws the same, if memory does not run out.
         set_seed((config.seed * 1_000_003 + step) % 2**32)
         started = time.perf_counter()
 
@@ -524,7 +520,9 @@ def metrics_of(groups, updates):
     rewards = rewards_of(groups)  # (B, G)
     completions = sum(groups, [])
     tokens = sum(len(c.ids) for c in completions)
-    # An update is (metrics of its micro-batches, with the loss times their share; norm or None).
+    # `update` (section 11) returns a list with the metrics of its micro-batches, and the norm of
+    # the gradient, or None if it was skipped. Each loss is already multiplied by the share of its
+    # micro-batch in the mini-batch, so the sum is the loss of the mini-batch.
     norms = [norm for _, norm in updates if norm is not None]
     parts = [part for micro_batches, _ in updates for part in micro_batches]
     made = max(1, len(norms))
@@ -559,17 +557,17 @@ def rewards_differ(group):
 
 
 # ---- 8. Sampling: move 1 -----------------------------------------------------------------
-# The model reads the prompt and gives a probability to each possible next token. One is
-# drawn, the model reads it, and so on. `model.generate` does this too, but with settings that
-# are stored with the model. Qwen2.5-0.5B-Instruct has temperature 0.7, top_p 0.8, top_k 20
-# and repetition_penalty 1.1, and the library's default is top_k 50. All of them change the
-# probabilities. If one stays on, `generate` draws from another distribution than the one
-# whose log-probs go into the ratio. The loop below draws from softmax(logits / temperature).
-# It also keeps the log-prob of each draw. Section 10 computes these log-probs again. The mean
-# absolute difference is logged as sampler_gap: about 1e-6 in float32, and a few hundredths at
-# most in bfloat16, where sampling and section 10 round differently. If it is larger, they do
-# not have the same temperature, mask or positions. (The ratio cannot show this, because both
-# of its parts come from section 10.)
+# The model reads the prompt and gives a probability to each possible next token. One is drawn,
+# the model reads it, and so on. `model.generate` does this too, but with settings that are stored
+# with the model. Qwen2.5-0.5B-Instruct has temperature 0.7, top_p 0.8, top_k 20 and
+# repetition_penalty 1.1, and the library's default is top_k 50. All of them change the
+# probabilities. If one stays on, `generate` draws from another distribution than the one whose
+# log-probs go into the ratio. The loop below draws from softmax(logits / temperature). It also
+# keeps the log-prob of each draw. Section 10 computes these log-probs again. The mean absolute
+# difference is logged as sampler_gap: about 1e-6 in float32, and a few hundredths at most in
+# bfloat16, where sampling and section 10 round differently. If it is larger, sampling and section
+# 10 differ in temperature, mask or positions. (The ratio cannot show this, because both of its
+# parts come from section 10.)
 def sample_and_grade(learner, stream, reward_fn):
     """B groups of G completions with rewards, for the next examples of the stream."""
     config = learner.config
@@ -580,7 +578,7 @@ def sample_and_grade(learner, stream, reward_fn):
 
     groups = []
     for _ in range(1 + config.dynamic_sampling):  # one round by default
-        # From round 2 on: replace the groups that teach nothing. The last new ones all stay.
+        # From round 2 on: replace groups that teach nothing. Those of the last round all stay.
         groups = [group for group in groups if rewards_differ(group)]
         examples = [next(stream) for _ in range(config.prompts_per_step - len(groups))]
         if not examples:
@@ -618,7 +616,7 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
     # Each prompt is read once. The cache is what the model keeps of the tokens it has read.
     out = forward(model, ids, mask, use_cache=True, logits_to_keep=1)  # logits of the last only
     cache = out.past_key_values
-    # Copy each row G times: new row i is old row rows[i]. (This works for recurrent layers, too.)
+    # Copy each row G times. reorder_cache makes a cache whose row i is the old row rows[i].
     rows = torch.arange(len(prompts), device=model.device).repeat_interleave(G)  # 0, 0, ... 1, 1
     cache.reorder_cache(rows)
     logits, mask = out.logits[:, -1][rows], mask[rows]  # (N, V), (N, P)
@@ -685,7 +683,7 @@ def end_token_ids(model, tokenizer):
     return sorted(found)
 
 
-# What section 10 feeds to the model. Prompts are padded on the left, completions on the right:
+# `pad_rows` pads prompts on the left, and completions on the right. Section 10 joins them:
 #
 #     column             0  1  2    3  4  5
 #     row 0  ids         a  b  c    x  y  END   prompt a b c, completion x y END
@@ -705,7 +703,7 @@ def pad_rows(rows, side, device):
 
 def forward(model, ids, mask, **more):
     """Run the model on `ids`. The cache holds earlier columns. `mask` is for all columns."""
-    # Count the real tokens from 0. Models that learn a vector per position need it so.
+    # Count the real tokens from 0. Padding must not shift the positions.
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)  # the shape of the mask
     # One of PyTorch's ways to compute attention, cuDNN's, is switched off: with masks it has
     # given NaN gradients on an H100 (pytorch#196678), and it starts slowly for each new length.
@@ -729,16 +727,17 @@ def in_parts(work, items, at_once, unit):
     """Call work(part) on parts of at_once[unit] items, and join the lists that it returns.
 
     If CUDA's memory runs out, at_once[unit] is halved for the rest of the run, and it goes on
-    from the part that failed. Beside some 20 bytes a weight, memory holds the cache in sampling
-    (rows * columns * layers), in the update the values of all layers and the logits (n * T * V).
-    If it is too small, lower num_generations or max_completion_length, or set beta=0."""
+    from the part that failed. On a GPU, a weight needs about 20 bytes: 2 for the model, 2 for
+    pi_ref, 4 for the master, 4 for its gradient, 8 for AdamW. Sampling also needs memory for the
+    cache (rows * columns * layers), and the update for the values of all layers and the logits
+    (n * T * V). If even one does not fit, lower num_generations or max_completion_length."""
     results = []
     while items:
         part = items[: at_once[unit]]
         try:
             results += work(part)
             items = items[len(part) :]
-        except torch.OutOfMemoryError:  # the error keeps the part's tensors until this block ends
+        except torch.OutOfMemoryError:  # the tensors of the part are freed when this block ends
             if at_once[unit] == 1:
                 raise
             at_once[unit] //= 2
@@ -816,7 +815,7 @@ def grade(reward_fn, completions):
     given["completions"] = [c.text if isinstance(c.example["prompt"], str)
                             else [{"role": "assistant", "content": c.text}] for c in completions]
     rewards = reward_fn(**copy.deepcopy(given))
-    count = len(rewards) if hasattr(rewards, "__len__") else repr(rewards)  # not N
+    count = len(rewards) if hasattr(rewards, "__len__") else repr(rewards)  # a text
     if count != len(rows):
         raise ValueError(f"the reward function returned {count} and not {len(rows)} numbers")
     for completion, reward in zip(completions, rewards):
@@ -879,7 +878,7 @@ def update(learner, mini_batch):
     """Make an update. Returns the metrics of its micro-batches, and the norm of the gradient. It
     returns ([], 0.0) if no completion is useful, ([], None) if the norm is not finite: no step."""
     config = learner.config
-    # Without KL, a completion with advantage 0 has no gradient. It only counts in len(mini_batch).
+    # Without KL, a completion with advantage 0 has no gradient. It counts only in `share`.
     useful = [c for c in mini_batch if c.advantage != 0 or config.beta > 0]
     if not useful:
         return [], 0.0  # no step: AdamW's momentum would move the weights without a gradient
@@ -912,8 +911,8 @@ def add_gradients(learner, micro_batch, mini_batch):
     def padded(rows):  # n tensors (L,) -> (n, T)
         return pad_sequence(rows, batch_first=True).to(mask.device)
     # With one update a step, pi_theta is still pi_old. exp(logprobs - logprobs.detach()) is 1, and
-    # its gradient that of logprobs: section 2. With several, move 4 has stored pi_old's. (Not the
-    # sampler's: in bfloat16 they are rounded differently, and the ratio would not begin at 1.)
+    # its gradient is that of logprobs (section 2). With several, move 4 has stored pi_old's. (Not
+    # the sampler's: in bfloat16 they are rounded differently, and the ratio would not start at 1.)
     old_logprobs = logprobs.detach()  # (n, T)
     if micro_batch[0].old_logprobs is not None:
         old_logprobs = padded([c.old_logprobs for c in micro_batch])
@@ -931,7 +930,7 @@ def add_gradients(learner, micro_batch, mini_batch):
     metrics["sampler_gap"] = masked_mean(gap, mask).item()
     metrics["tokens"] = int(mask.sum())
     share = len(micro_batch) / len(mini_batch)
-    if config.loss_type == "dapo":  # a mean over tokens, so it is a share of the tokens
+    if config.loss_type == "dapo":  # the loss is a mean over tokens: the share of its tokens
         share = metrics["tokens"] / sum(len(completion.ids) for completion in mini_batch)
     metrics["loss"] *= share
     (loss * share).backward()
@@ -958,8 +957,8 @@ def make_learner(model, tokenizer, config):
         if not parameter.is_floating_point() or parameter.element_size() < 2:
             raise ValueError(f"{name} is {parameter.dtype}: load the model without quantization")
         master = parameter.detach().float()
-        # Not model.bfloat16(): it would also round the constants of the rotary positions.
-        parameter.data = master.bfloat16() if in_bf16 else master  # float32: the same memory
+        # Not model.bfloat16(): it would also round the constants that encode positions.
+        parameter.data = master.bfloat16() if in_bf16 else master  # float32: one tensor for both
         if parameter.requires_grad:
             parameters.append(parameter)
             masters.append(master)
@@ -973,8 +972,8 @@ def make_learner(model, tokenizer, config):
 
 def scheduled_rate(config, step):
     """Up linearly to the peak at step `warmup_steps`, then down; 0 only after the last step."""
-    up = step / max(1, config.warmup_steps)
-    down = (config.steps + 1 - step) / max(1, config.steps + 1 - config.warmup_steps)
+    up = step / max(1, config.warmup_steps)  # 1 at step `warmup_steps`
+    down = (config.steps + 1 - step) / max(1, config.steps + 1 - config.warmup_steps)  # 1 there
     return config.learning_rate * min(up, down)
 
 

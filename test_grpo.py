@@ -12,7 +12,6 @@ and see which test goes red!"""
 import ast
 import copy
 import inspect
-import io
 import itertools
 import json
 import math
@@ -25,7 +24,7 @@ import string
 import sys
 import textwrap
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -105,16 +104,6 @@ def printed(capsys):
 #   RLinf      "组相对策略优化 (GRPO)", of the documentation at rlinf.readthedocs.io
 #
 # `agrees` holds what is right, `rounds_to` what is printed, `differs_from` what is misprinted.
-#
-# Sums in the documents that no function of grpo.py has a part in, with what is right:
-#   Scratch 89: four models of 7 billion weights are 28 billion, and the critic is 25 % of them.
-#     So line 75, "the critic alone doubles the memory", is wrong. Scratch 231: DeepSeek-R1 had
-#     16 completions in a group. The 64 are DeepSeekMath's.
-#   Hands-on 350: GSM8K has 8,792 problems. 377: 16 - 3 - 4 = 9 and 9 * 7 = 63. 502: 15 - 3 = 12.
-#   Hands-on 731: from 24, 80, 160, 640 GB to 14, 48, 96, 384 GB saves 42, 40, 40 and 40 %. So
-#     "30-40%" in 514, 737 and 803 is too little. 737: 384 GB are 4.8 cards of 80 GB, so 5.
-#   Book 361: both forms of GAE, which is PPO's, give the same, as 0.7655 for the TD residuals
-#     0.3, 0.3, 0.2 and lambda 0.95. Line 355 has bias and variance the wrong way round.
 
 def last_digits_off(values, figures):
     """How far each value is from its printed figure, in units of the figure's last digit."""
@@ -160,7 +149,7 @@ FIVE_ADVANTAGES = "-0.561951 0.842927 -1.498537 1.311220 -0.093659"
     "Book, 109: without it smaller, not scaled up": ("1 1 0 0", "none", "0.5 0.5 -0.5 -0.5"),
     "Hands-on, 33 to 41": ("1.5 1.0 0.0 0.0", "none", "+0.875 +0.375 -0.625 -0.625"),
     "Hands-on, 403: a group is a row": ("1 1 0", "group", "0.707107 0.707107 -1.414214"),
-    "Hands-on, 337, 589; Scratch, 268: equal": ("1.5 1.5 1.5", "group", "0 0 0"),
+    "Hands-on, 337, 589, 757; Scratch, 268: equal": ("1.5 1.5 1.5", "group", "0 0 0"),
     "Hands-on, 567: all wrong": ("0 0 0", "group", "0 0 0"),
     # A group of two says only who is better. Its statistics are poor.
     "Hands-on, 766, 789: two": ("1.5 0.5", "group", "1 -1"), "any two": ("7 3", "group", "1 -1")})
@@ -202,13 +191,34 @@ def test_the_sign_of_the_loss_in_three_documents():
     agrees(losses, "-1 -0.987726 -0.877259")
 
 
-def test_shapes_in_book_and_scratch():
-    """Book, 11.2.4, lines 309 to 332. Scratch, Practical Implementation, lines 273 to 305. Here
-    there are 2 questions with 3 answers of 4 tokens."""
-    advantages = group_advantages(torch.rand(2, 3)).flatten()
-    per_token = clipped_surrogate(ones(6, 4), advantages)
-    assert per_token.shape == k3_kl(per_token, per_token).shape == (6, 4)
-    assert average(per_token, ones(6, 4)).shape == ()
+def test_shapes_in_book_scratch_and_rlinf():
+    """Book, 11.2.4, lines 309 to 332. Scratch, lines 273 to 305. RLinf, section 2, line 31: all
+    tokens of an answer have its advantage. Here 5 answers have 3 tokens, at ratio 1."""
+    per_token = clipped_surrogate(ones(5, 3), group_advantages(FIVE))
+    for token in per_token.T:
+        agrees(token, FIVE_ADVANTAGES)
+    assert per_token.shape == k3_kl(per_token, per_token).shape == (5, 3)
+    assert average(per_token, ones(5, 3)).shape == ()
+
+
+def test_sums_in_the_documents_that_call_nothing_of_grpo():
+    """They check the documents, each with what is printed beside it."""
+    agrees([0.99 * 5.5, 1 + 0.99 * 5.5 - 5.0], "5.445 1.445")  # Scratch 69: a TD residual
+    agrees([4 * 7, 1 / 4], "28 0.25")  # Scratch 89: the critic is 25 %, and 75 says "doubles"
+    agrees([16 - 3 - 4, 9 * 7, 15 - 3], "9 63 12")  # Hands-on 377, 502
+    # Hands-on 731: 24, 80, 160, 640 GB become 14, 48, 96, 384. 514, 737, 803 say "30-40%". And
+    # 384 GB are 4.8 cards of 80 GB, so 5.
+    saved = 1 - numbers("14 48 96 384") / numbers("24 80 160 640")
+    agrees([*saved, 384 / 80], "0.416667 0.4 0.4 0.4 4.8")
+    # Book 34: the expected gradient of log pi is 0, so a baseline costs nothing. Any policy will do.
+    policy = numbers("0.4 0.3 0.2 0.1")
+    agrees(gradient(lambda logits: policy @ logits.log_softmax(0), policy.log()), "0 0 0 0")
+    # Book 361: two forms of GAE (which is PPO's) from TD residuals, with gamma * lambda 0.95. Line
+    # 355 has bias and variance the wrong way round.
+    agrees([0.3 + 0.95 * (0.3 + 0.95 * 0.2), 0.3 + 0.95 * 0.3 + 0.95**2 * 0.2], "0.7655 0.7655")
+    # Explained 223: "exp(88) ≈ 1e38" is said to be too large. bfloat16 holds it, but not exp(89).
+    agrees(math.exp(88) / 1e38, 1.651636)
+    assert numbers("88 89").bfloat16().exp().isinf().tolist() == [False, True]
 
 
 # ---- Scratch ------------------------------------------------------------------------------
@@ -218,12 +228,6 @@ def test_scratch_clip_at_ratio_1_3():
     agrees(clipped_surrogate(ratio, numbers("2.0"), epsilon=99), 2.6)  # unclipped
     agrees(clipped_surrogate(ratio, numbers("1.0"), epsilon=0.2), 1.2)  # the clipped ratio
     agrees(clipped_surrogate(ratio, numbers("2.0"), epsilon=0.2), 2.4)
-
-
-def test_scratch_td_residual():
-    """Scratch, Quick Recap, line 69: reward 1, values 5.0 and 5.5. It is PPO's, and calls nothing
-    of grpo.py."""
-    agrees([0.99 * 5.5, 1 + 0.99 * 5.5 - 5.0], "5.445 1.445")
 
 
 def test_scratch_mean_and_std_of_five():
@@ -269,12 +273,6 @@ def slopes_by_script(loss_type):
     def script(ratios):
         return average(SCRIPT_ADVANTAGE * ratios, SCRIPT_MASK, loss_type, max_completion_length=7)
     return gradient(script, SCRIPT_RATIOS)
-
-
-def test_book_the_gradient_of_log_pi_has_the_mean_0():
-    """Book, 11.1.1, line 34: for any policy, here Q. It is why a baseline costs nothing. (This
-    calls nothing of grpo.py.)"""
-    agrees(gradient(lambda logits: Q @ logits.log_softmax(0), Q.log()), "0 0 0 0")
 
 
 def test_book_three_forms_of_rloo():
@@ -390,12 +388,6 @@ def test_explained_a_mask_by_pad_token_hides_the_end_token():
     agrees(slopes_at_ratio_1(ones(1), ids != 7), [-1 / 2, -1 / 2, 0, 0])
 
 
-def test_explained_exp_88_fits_into_bfloat16():
-    """Explained, KL Divergence Computation, line 223: "exp(88) ≈ 1e38" is not too large."""
-    agrees([math.exp(88) / 1e38, torch.finfo(torch.bfloat16).max / 1e38], "1.651636 3.389531")
-    assert numbers("88 89").bfloat16().exp().isinf().tolist() == [False, True]
-
-
 def test_explained_clip_at_50_is_needed_above_but_wrong_below():
     """Explained, KL Divergence Computation, line 224: diff is clipped to [-50, 50]. Below, that
     stops the gradient, so what has gone furthest is not pulled back. Above, ours stops it, too."""
@@ -464,8 +456,7 @@ def test_hands_on_steps_alone_earn_nothing():
     """Hands-on, 9.3.1, lines 494 to 506: the answer is right before and after the training."""
     before = "I think there are 7 left. \\boxed{7}"
     after = ("Let me calculate step by step:\n- John starts with 15 apples.\n"
-             "- He gives 3 to Mary: 15 - 3 = 12.\n- He gives 5 more to Kevin: 12 - 5 = 7.\n"
-             "- Therefore 7 apples are left.\n\\boxed{7}")
+             "- He gives 3 to Mary: 15 - 3 = 12. [...]\n\\boxed{7}")
     rewards = tensor([rule_reward(before, "7"), rule_reward(after, "7")])
     agrees(rewards, "1.5 1.5")
     assert not group_advantages(rewards).any()
@@ -484,37 +475,21 @@ def test_hands_on_printed_advantages_do_not_sum_to_0(answers, right, printed, th
     agrees([advantages.sum(), numbers(printed).sum()], [0, their_sum])
 
 
-def test_hands_on_late_group_has_no_gradient():
-    """Hands-on, 9.3.3, line 757."""
-    advantages = group_advantages(boxed_rewards("7 7 7 7 7 7 7 7", "7"))
-    assert not advantages.any() and not slopes_at_ratio_1(advantages, ones(8, 1)).any()
-
-
-def test_hands_on_mean_and_std_of_eight_are_misprinted():
-    """Hands-on, 9.3.3, line 786: the rewards sum to 7.5, and the printed mean is 7/8. The printed
-    std is the spread around that wrong mean."""
-    right = [EIGHT.mean(), EIGHT.std(correction=0)]
-    agrees([EIGHT.sum(), *right], "7.5 0.9375 0.634306")
-    differs_from(right, "0.875 0.637")
+def test_hands_on_eight_rewards_have_another_mean_and_std_and_other_advantages():
+    """Hands-on, 9.3.3, lines 785, 786: the printed mean is 7/8, and the std the spread around it.
+    Advantages must sum to 0, and their squares to 8."""
+    mean_and_std, advantages = [EIGHT.mean(), EIGHT.std(correction=0)], group_advantages(EIGHT)
+    agrees(mean_and_std, "0.9375 0.634306")
+    differs_from(mean_and_std, "0.875 0.637")
     rounds_to([7 / 8, (EIGHT - 7 / 8).square().mean().sqrt()], "0.875 0.637")
-
-
-def test_hands_on_advantages_of_eight_fit_no_mean_and_std():
-    """Hands-on, 9.3.3, line 785: advantages must sum to 0, and their squares to 8."""
-    printed, right = "0.82 -1.23 0.82 -1.23 0.12 0.82 -0.53 0.82", group_advantages(EIGHT)
-    agrees(right, "0.886796 -1.477994 0.886796 -1.477994 0.098533 0.886796 -0.689730 0.886796")
-    differs_from(right, printed)
-    agrees([right.sum(), right.square().sum()], "0 8")
+    printed = "0.82 -1.23 0.82 -1.23 0.12 0.82 -0.53 0.82"
+    differs_from(advantages, printed)
+    agrees(advantages, "0.886796 -1.477994 0.886796 -1.477994 0.098533 0.886796 -0.689730 0.886796")
+    agrees([advantages.sum(), advantages.square().sum()], "0 8")
     agrees([numbers(printed).sum(), numbers(printed).square().sum()], "0.41 6.0107")
 
 
 # ---- RLinf --------------------------------------------------------------------------------
-def test_rlinf_all_tokens_of_an_answer_have_its_advantage():
-    """RLinf, section 2, line 31: Scratch's rewards, three tokens each, at ratio 1."""
-    for token in clipped_surrogate(ones(5, 3), group_advantages(FIVE)).T:
-        agrees(token, FIVE_ADVANTAGES)
-
-
 def test_rlinf_token_mean_depends_on_the_micro_batches():
     """RLinf, sections 2 and 3, lines 45, 78 and 92: the losses are the Book's. Its token-mean is
     that of a micro-batch, shipped as one answer. Averaged alike, they give its formula. With
@@ -536,11 +511,13 @@ def test_rlinf_four_names_of_a_kl():
 
 # ==== The sections of grpo.py ==============================================================
 # ---- 1. Advantages ------------------------------------------------------------------------
-@each("scale_rewards, right", [
-    ("group", "-1.414214 0 0 1.414214"), ("none", "-1 0 0 1"),
-    ("rloo", "-1.333333 0 0 1.333333")])  # 2 - 2/3, the mean of the others
-def test_advantages_by_hand(scale_rewards, right):
-    advantages = group_advantages(numbers("0 1 1 2")[None], scale_rewards)
+@each("rewards, scale_rewards, right", {
+    "std": ("0 1 1 2", "group", "-1.414214 0 0 1.414214"), "no std": ("0 1 1 2", "none", "-1 0 0 1"),
+    "rloo: 2 - 2/3, the mean of the others": ("0 1 1 2", "rloo", "-1.333333 0 0 1.333333"),
+    "tiny differences count, too": ("0 1e-9", "group", "-1 1"),
+    "too fine for float32": ("1 1.000002 1.000006", "group", "-1.069045 -0.267261 1.336306")})
+def test_advantages_by_hand(rewards, scale_rewards, right):
+    advantages = group_advantages(numbers(rewards)[None], scale_rewards)
     agrees(advantages, right)
     assert advantages.dtype == torch.float32
 
@@ -548,13 +525,6 @@ def test_advantages_by_hand(scale_rewards, right):
 def test_batch_divides_by_the_std_of_all_groups_together():
     rewards = numbers("0 2", "1 1")  # the std of all four is sqrt(1/2)
     agrees(group_advantages(rewards, "batch"), [-2**0.5, 2**0.5, 0, 0])
-
-
-@each("rewards, right", {
-    "tiny": ("0 1e-9", "-1 1"),
-    "too fine for float32": ("1 1.000002 1.000006", "-1.069045 -0.267261 1.336306")})
-def test_small_differences_between_rewards_count(rewards, right):
-    agrees(group_advantages(numbers(rewards)), right)
 
 
 @each("scale_rewards", ["group", "none", "batch", "rloo"])
@@ -585,7 +555,6 @@ def test_k3_is_precise_near_0_and_finite_in_float32():
     """Value and gradient, at some log(pi_theta / pi_ref)."""
     def slope(log_ratio):
         return gradient(lambda x: k3_kl(x, 0 * x).sum(), log_ratio)
-
     log_ratio, far = numbers("1e-6 0.5 99 -30"), tensor([1e30, -1e30])
     k3 = k3_kl(log_ratio, 0 * log_ratio)
     agrees(k3, "5e-13 0.10653066 98 1.0686475e13", within=0, relatively=1e-6)
@@ -837,8 +806,8 @@ def test_functions_stand_alone_when_they_are_pasted(imports, functions, argument
 
 
 # ---- 6. Settings --------------------------------------------------------------------------
-IMPOSSIBLE = {  # settings: values that they cannot have
-    ("num_generations",): [1],
+IMPOSSIBLE = {  # settings: values that they cannot have. A step has 32 x 8 completions
+    ("num_generations",): [1], ("num_mini_batches",): [257],
     ("prompts_per_step", "max_completion_length", "steps", "num_iterations", "num_mini_batches",
      "micro_batch_size"): [0, 2.0, True, None, "1"],
     ("temperature", "max_grad_norm"): [0, None],
@@ -854,12 +823,6 @@ IMPOSSIBLE = {  # settings: values that they cannot have
 def test_impossible_settings_are_refused(name, value):
     with refused(f"{name} is {value!r}"):
         GRPOConfig(**{name: value})
-
-
-def test_a_step_cannot_have_more_mini_batches_than_completions():
-    assert GRPOConfig(prompts_per_step=2, num_generations=4, num_mini_batches=8)
-    with refused("num_mini_batches is 9"):
-        GRPOConfig(prompts_per_step=2, num_generations=4, num_mini_batches=9)
 
 
 def test_numbers_of_numpy_become_pythons():
@@ -1055,16 +1018,6 @@ def test_a_chat_is_read_through_the_template():
     assert as_chats == as_text
 
 
-def test_each_prompt_is_read_once_and_what_has_ended_no_more():
-    model = tiny_model(initializer_range=0.2)
-    rows = []  # of each call of the model
-    model.lm_head.register_forward_hook(lambda _, __, logits: rows.append(len(logits)))
-    completions = sample_tiny(model, cap=40)
-    lengths = [len(completion.ids) for completion in completions]
-    # Three prompts, and then, for each later token, the completions that have one.
-    assert rows == [3] + [sum(n > t for n in lengths) for t in range(1, max(lengths))]
-
-
 FITS = "a " * 59  # with a cap of 5 tokens it just fills the context of 64
 VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 WITH_PICTURES = dict(text_config=PLAIN, vision_config=VISION, mm_tokens_per_image=4)
@@ -1088,7 +1041,7 @@ def test_what_cannot_be_sampled_is_refused(said, sampling):
 
 # ---- 9. The reward ------------------------------------------------------------------------
 @each("text, contents", [
-    (r"$$\boxed{63}$$", "63"), (r"\boxed{{{a}}{b}}", "{{a}}{b}"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+    (r"$$\boxed{63}$$", "63"), (r"\boxed{{{a}}{b}}", "{{a}}{b}"), (r"\boxed{\{1\}}", r"\{1\}"),
     (r"\boxed{1} \boxed{2}", "2"), (r"\boxed{\boxed{5}}", "5"), (r"\boxed{x = \boxed{2}", "2"),
     (r"\boxed{1 + \boxed{2} + 3}", "2"), (r"{\boxed{5}", "5"), (r"} } \boxed{5}", "5"),
     ("\\boxed{ 5\n}", "5"), ("\\boxed{\ud800}", "\ud800")])
@@ -1183,7 +1136,6 @@ def test_a_reward_function_gets_copies():
         completion_ids[0].clear()
         numbers[0].append("more")
         return [1, 2, 3]
-
     completions = three_completions()
     grpo.grade(meddle, completions)
     for completion, own in zip(completions, three_completions()):
@@ -1220,12 +1172,10 @@ def test_every_family_is_read_and_sampled_as_in_the_slow_way(family):
     prompts = ["a b c", "d e f g h i j", "k l m n o p q", "r", "s t u v w"]
     completions = sample_tiny(ending_model(1.5, initializer_range=0.2), prompts, G=4)
     completions = [completions[i] for i in (18, 3, 0, 9, 16, 1, 2, 12, 7)]
-
     def gradient_of(logprobs):
         value = (logprobs * torch.linspace(-1, 2, len(logprobs))).sum()  # each its own weight
         parts = torch.autograd.grad(value, list(model.parameters()), materialize_grads=True)
         return parameters_to_vector(parts)
-
     found, mask = compute_logprobs(model, completions, 0.7)
     slow = torch.cat([slow_logprobs(model, completion, 0.7) for completion in completions])
     agrees(found[mask.bool()], slow, within=3e-5)
@@ -1253,7 +1203,6 @@ def test_cudnns_attention_is_off_within_the_models_call_and_only_there(before):
     def model(**_):
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         raise KeyError
-
     torch.backends.cuda.enable_cudnn_sdp(before)
     with pytest.raises(KeyError):
         grpo.forward(model, ones(1, 2).long(), ones(1, 2).long())
@@ -1315,18 +1264,16 @@ def out_of_memory_above(most, function, argument):
 TWELVE = dict(prompts_per_step=3, num_generations=4, steps=2)  # completions
 
 
-@each("settings, calls", {  # of compute_logprobs that succeed: 12 in parts of 3, in 2 steps
-    "pi_ref and the update": ({}, 16), "pi_old": (dict(beta=0, num_iterations=2), 24)})
-def test_out_of_memory_does_the_same_in_smaller_parts(settings, calls, monkeypatch, printed):
+@each("settings", {"pi_ref and the update": {}, "pi_old": dict(beta=0, num_iterations=2)})
+def test_out_of_memory_does_the_same_in_smaller_parts(settings, monkeypatch, printed):
     run = TWELVE | dict(micro_batch_size=12) | settings
     enough, model = ending_model(2.0, "llama"), ending_model(2.0, "llama")
     wanted = train_tiny(enough, **run)
-    counted = Mock(wraps=compute_logprobs)
-    monkeypatch.setattr(grpo, "compute_logprobs", out_of_memory_above(3, counted, argument=1))
+    limited = out_of_memory_above(3, compute_logprobs, argument=1)
+    monkeypatch.setattr(grpo, "compute_logprobs", limited)
     for step, right in zip(train_tiny(model, **run), wanted, strict=True):
         assert step == pytest.approx(right, rel=1e-4, abs=1e-5)
     agrees(weights_of(model), weights_of(enough), within=1e-4)
-    assert counted.call_count == calls
     # It is said once and remembered, not found out in every step.
     assert re.findall("from here on (.*) completions", printed()) == ["6", "3"]
 
@@ -1341,12 +1288,10 @@ def test_out_of_memory_at_the_end_of_backward_adds_nothing_twice(micro_batch_siz
     enough, model = ending_model(2.0, "llama"), ending_model(2.0, "llama")
     train_tiny(enough, **TWELVE)
     backward_passes = []
-
     def fail(parameter):
         backward_passes.append(parameter)
         if len(backward_passes) in fails:
             raise torch.OutOfMemoryError
-
     # The gradient of the embedding is the last one.
     model.get_input_embeddings().weight.register_post_accumulate_grad_hook(fail)
     train_tiny(model, micro_batch_size=micro_batch_size, **TWELVE)
@@ -1378,12 +1323,10 @@ def test_out_of_memory_in_sampling_takes_fewer_prompts_at_once(monkeypatch, prin
 def test_updates_that_are_not_finite_are_skipped(tmp_path, monkeypatch, printed):
     # Factors for the two updates of steps 1 to 4. The square of 1e25, and so the norm, is inf.
     factors = iter([1, 1] + [nan, 1e25] + [1e25, 1] + [1, 1])
-
     def broken_loss(*arguments, **settings):
         loss, metrics = grpo_loss(*arguments, **settings)
         factor = next(factors)
         return loss * factor, {name: value * factor for name, value in metrics.items()}
-
     monkeypatch.setattr(grpo, "grpo_loss", broken_loss)
     model, weights = tiny_model(), []
     train_tiny(model, folder=tmp_path, steps=4, num_iterations=2,
@@ -1437,7 +1380,6 @@ def test_every_step_of_every_seed_draws_afresh_and_nothing_else_decides():
     def drawn(seed, data=EXAMPLES[:1]):
         random.random()  # the caller draws as well
         return [step["entropy"] for step in train_tiny(data=data, seed=seed, learning_rate=0)]
-
     assert drawn(1) == drawn(1, datasets.Dataset.from_list(EXAMPLES[:1]))
     assert len({*drawn(0), *drawn(1)}) == 12
 
@@ -1535,7 +1477,6 @@ def test_after_step_comes_before_the_files_and_may_add_figures(tmp_path):
         before, metrics = learner.history[:-1], learner.history[-1]
         assert not before or log_of(tmp_path) == before
         metrics["mine"] = np.float32(metrics["step"] / 2)
-
     train_tiny(folder=tmp_path, steps=3, save_steps=1, after=after_step)
     assert [metrics["mine"] for metrics in log_of(tmp_path)] == [0.5, 1, 1.5]
     assert saved_steps(tmp_path) == 3  # the checkpoint can be read, too
@@ -1589,7 +1530,6 @@ def test_a_full_disk_is_said_and_leaves_the_old_checkpoint(tmp_path, monkeypatch
     def save(saved, path):
         path.write_bytes(b"PK half")
         raise RuntimeError("enforce fail at inline_container.cc")  # as torch says it
-
     run_or_resume(tmp_path, steps=2)
     monkeypatch.setattr(torch, "save", save)
     with pytest.raises(OSError, match="checkpoint.new cannot be written: is the disk full"):
@@ -1659,7 +1599,7 @@ def slow_step(model, reference, optimizer, groups, config):
 
 
 TWO_BY_TWO = dict(num_iterations=2, num_mini_batches=2, learning_rate=5e-3)
-STEPS = {
+@each("settings", {
     "grpo": {}, "grpo, no KL, in three": dict(beta=0, num_mini_batches=3),
     "grpo, one by one": TWO_BY_TWO | dict(micro_batch_size=1),
     "dapo, one by one": dict(loss_type="dapo", micro_batch_size=1),
@@ -1673,10 +1613,7 @@ STEPS = {
     "dynamic sampling": dict(dynamic_sampling=20, num_generations=3),
     "std of the batch": TWO_BY_TWO | dict(scale_rewards="batch"),
     "GSPO": TWO_BY_TWO | dict(importance_sampling_level="sequence"),
-    "dapo, ratio * KL": TWO_BY_TWO | dict(loss_type="dapo", use_bias_correction_kl=True)}
-
-
-@each("settings", STEPS)
+    "dapo, ratio * KL": TWO_BY_TWO | dict(loss_type="dapo", use_bias_correction_kl=True)})
 def test_steps_are_those_of_the_slow_way(settings):
     run = dict(steps=2, prompts_per_step=3, num_generations=4, max_completion_length=6, seed=1,
                learning_rate=3e-3, warmup_steps=0, temperature=0.8, micro_batch_size=5) | settings
@@ -1708,18 +1645,17 @@ def test_steps_are_those_of_the_slow_way(settings):
 
 
 def test_completions_keep_no_graph():
-    learner = learner_of(num_iterations=2, steps=1)
-    copy.deepcopy(learner.groups)  # a tensor with a graph cannot be copied
+    """It would keep all values of all layers in memory."""
+    for group in learner_of(num_iterations=2, steps=1).groups:
+        assert not any(c.old_logprobs.requires_grad or c.ref_logprobs.requires_grad for c in group)
 
 
 def test_dynamic_sampling_replaces_only_groups_of_equal_rewards_and_gives_up_in_the_end():
     """In each round the first group's rewards are equal, so it asks for 3 + 1 + 1 + 1 groups."""
     rounds = []
-
     def reward(prompts, **columns):
         rounds.append(len(prompts) // 4)
         return [1, 1, 1, 1] + [0, 1, 2, 3] * (rounds[-1] - 1)
-
     metrics = train_tiny(reward=reward, dynamic_sampling=3, prompts_per_step=3, num_generations=4,
                          steps=1)[0]
     assert rounds == [3, 1, 1, 1] and metrics["examples_seen"] == 6
@@ -1764,17 +1700,6 @@ def test_logits_of_minus_infinity_do_no_harm():
         assert (metrics["truncated_fraction"], metrics["skipped_updates"]) == (1, 0)
 
 
-def test_the_smallest_run():
-    metrics = train_tiny(data=EXAMPLES[:1], num_generations=2, prompts_per_step=1, steps=1,
-                         max_completion_length=1, num_mini_batches=2)[0]
-    assert (metrics["completion_length"], metrics["skipped_updates"]) == (1, 0)
-
-
-def test_a_broken_model_ends_the_run_in_the_sampler():
-    with pytest.raises(RuntimeError, match="nan"):
-        train_tiny(ending_model(nan))
-
-
 def test_the_real_call_in_the_docstring_of_train_runs(monkeypatch, tmp_path):
     """With a tiny model and tokenizer."""
     [code] = re.findall(r"\n((?: {4}.*\n)+)", inspect.cleandoc(train.__doc__))
@@ -1812,8 +1737,8 @@ def test_gsm8k_is_read_from_a_folder_or_from_the_hub(from_hub, tmp_path, monkeyp
 
 
 @each("row", {
-    "no ####": {"question": "x", "answer": "18"}, "a number": 18, "no question": {"answer": "#### 1"},
-    "a blank answer": {"question": "x", "answer": "1\n#### "}})
+    "no ####": {"question": "x", "answer": "18"}, "a number": 18,
+    "no question": {"answer": "#### 1"}, "a blank answer": {"question": "x", "answer": "1\n#### "}})
 def test_a_broken_row_of_data_is_named(row, tmp_path):
     write_gsm8k(tmp_path, GOOD_ROW, row)
     with refused("train data, row with index 1"):
@@ -1883,12 +1808,6 @@ def test_no_problem_is_in_two_of_the_three_parts(monkeypatch):
     assert len(set(questions)) == len(questions) and len(to_test) >= 256
 
 
-def test_the_rehearsal_learns_nothing_from_rewards_in_the_wrong_order(pretrained):
-    model, _ = train_with("other order", pretrained, steps=10)
-    _, tokenizer, _, test_data = pretrained
-    assert gsm8k_demo.evaluate(model, tokenizer, test_data, 28, temperature=1)["accuracy"] < 0.15
-
-
 # ---- From the command line ----------------------------------------------------------------
 @pytest.fixture
 def demo(pretrained, monkeypatch, tmp_path):
@@ -1897,7 +1816,6 @@ def demo(pretrained, monkeypatch, tmp_path):
     def run(command_line):
         monkeypatch.setattr(sys, "argv", ["gsm8k_demo.py", *shlex.split(command_line)])
         gsm8k_demo.main()
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gsm8k_demo, "rehearsal", lambda seed: copy.deepcopy(pretrained))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -2020,9 +1938,9 @@ def test_a_model_and_data_in_folders(demo, pretrained, tmp_path, printed):
     model, tokenizer, _, _ = pretrained
     model.save_pretrained("tiny")
     tokenizer.save_pretrained("tiny")
-    demo("--data . --model tiny --steps 1 --prompts_per_step 2 --max_completion_length 9 --output run")
+    demo("--data . --model tiny --steps 1 --prompts_per_step 1 --max_completion_length 9 --output r")
     assert gsm8k_demo.NOT_LEARNED in printed()
-    assert "sampled_accuracy" not in read_json("run/results.json")["after"]
+    assert "sampled_accuracy" not in read_json("r/results.json")["after"]
 
 
 @each("before, after, words", [([0.1, 0.2], [0.3, 0.4], gsm8k_demo.LEARNED),
@@ -2060,14 +1978,12 @@ def test_ctrl_c_before_anything_is_written(demo, monkeypatch, capsys, tmp_path):
 @each("gaps", [[0.02, 0.2, 0.3], [nan]])
 def test_a_sampler_that_disagrees_is_warned_of_once(gaps, demo, monkeypatch, printed):
     left = iter(gaps)
-
     def sample(*arguments):
         [group] = sample_groups(*arguments)
         gap = next(left)
         for completion in group:
             completion.sampler_logprobs += gap
         return [group]
-
     monkeypatch.setattr(grpo, "sample_groups", sample)
     demo(f"--rehearsal --steps {len(gaps)} --prompts_per_step 1 --eval_questions 1")
     assert printed().count("warning: the log-probs of sampling") == 1
@@ -2087,13 +2003,12 @@ def test_loud_mistakes_still_show(mistake, steps, figure, least, most, pretraine
 
 # ==== The README ===========================================================================
 README = Path(grpo.__file__).with_name("README.md").read_text(encoding="utf-8")
-SECONDS = {"sample_seconds", "update_seconds"}
 
 
 def test_what_the_readme_names_exists_and_its_table_has_every_figure():
     assert set(re.findall(r"--(\w+)", README)) <= FLAGS.keys() | {"help", "nproc_per_node", "seeds"}
     names = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*)", README, re.M))))
-    figures = train_tiny(steps=1)[0].keys() | SECONDS
+    figures = train_tiny(steps=1)[0].keys() | {"sample_seconds", "update_seconds"}
     assert figures <= names <= figures | FLAGS.keys()
 
 
