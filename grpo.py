@@ -2,9 +2,9 @@
 r"""GRPO in one file: how a language model learns to reason from rewards alone.
 
 GRPO (Group Relative Policy Optimization; DeepSeekMath, arXiv:2402.03300, and DeepSeek-R1,
-arXiv:2501.12948) repeats five moves. The loop, with the functions and sections of this file:
+arXiv:2501.12948) repeats five moves. The loop, with the functions and the sections of this file:
 
-    for step in range(steps):                                                 train        7
+    for step in range(steps):             the function `train`                     section 7
         groups = sample_and_grade(...)        moves 1, 2: sample completions, reward each  8, 9
         advantages = group_advantages(...)    move 3: compare each with its group          1
         write_logprobs(...)                   move 4: log-probs by pi_ref and pi_old       10
@@ -87,7 +87,7 @@ def group_advantages(rewards, scale_rewards="group"):
         "group"  the std of the group
         "none"   1 (Dr. GRPO, section 13)
         "batch"  the std of the rewards of all groups together
-        "rloo"   (G - 1) / G. It makes A_i = R_i - mean of the *other* rewards, as section 2 shows
+        "rloo"   (G - 1) / G. It makes A_i = R_i - mean of the *other* rewards: "Why a baseline"
 
     A group of equal rewards (to a millionth) gets exact zeros. NaN and inf stay visible in the
     result. ValueError for a group of one, and for an unknown `scale_rewards`."""
@@ -130,9 +130,9 @@ def group_advantages(rewards, scale_rewards="group"):
 # Why a baseline. Subtracting a number b from every reward does not change the expected
 # gradient. The probabilities always sum to 1, so the change is -b * sum(pi * grad log pi) =
 # -b * sum(grad pi) = -b * grad(1) = 0. But the estimate is less noisy if b is near the
-# expected reward. (We took b out of the sum, so it must be the same whichever completion is
-# drawn. The mean m of the *other* G - 1 rewards is such a b. The mean of all contains R_i. But
-# it is (R_i + (G - 1) * m) / G, so R_i - mean(R) = (G - 1)/G * (R_i - m): only the scale differs.)
+# expected reward. (b was taken out of the sum, so b must not depend on which completion is drawn.
+# The mean m of the *other* G - 1 rewards does not. The mean of all does, but it is
+# (R_i + (G - 1) * m) / G, so R_i - mean(R) = (G - 1)/G * (R_i - m): only the scale differs.)
 #
 # Why a ratio. The tokens were drawn from pi_old, and after an update pi_theta is another
 # policy. The factor r = pi_theta / pi_old corrects for that: sum(pi_old * r * A) =
@@ -174,8 +174,8 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 #
 # In the first update after a sampling, pi_theta is pi_old. Every ratio is 1 (up to rounding), and
 # the clip does not act. With one update after each sampling (strictly on-policy), it never acts. A
-# common mistake is max instead of min where A is negative. Then row 3 is -1.2, a constant, and its
-# bad token is left alone. Row 4 is -0.5, which is r * A, and pushes its bad token down for ever.
+# common mistake is max instead of min where A is negative. Then row 3 is max(-1.5, -1.2) = -1.2, a
+# constant: its token is left alone. Row 4 is max(-0.5, -0.8) = r * A: it is pushed down for ever.
 
 
 # ---- 3. The KL penalty: stay near the reference ------------------------------------------
@@ -229,9 +229,9 @@ def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
 
 
 # Which estimate may be a loss? (Skip this unless you change the setting.) The KL depends on the
-# weights in two ways: through d = log(pi_theta/pi_ref), and through which tokens are drawn.
-# backward() sees only d, so a right value can have a wrong gradient. With pi for pi_theta, grad d
-# is grad log pi, since pi_ref is constant. The right gradient has two parts, grad sum(pi * d) =
+# weights through d = log(pi_theta/pi_ref), and through which tokens are drawn. backward() sees
+# only d, so a right value can have a wrong gradient. With pi for pi_theta, k3 is e^-d - 1 + d, and
+# grad d is grad log pi (pi_ref is constant). The right gradient has two parts, grad sum(pi * d) =
 #
 #     sum(grad pi * d)   = sum(pi * d * grad log pi), the average of d * grad log pi
 #     + sum(pi * grad d) = sum(pi * grad log pi) = sum(grad pi) = grad(1) = 0
@@ -303,8 +303,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     if not same or logprobs.dim() != 2 or advantages.shape != logprobs.shape[:1]:
         raise ValueError(f"log-probs {logprobs.shape}, {old_logprobs.shape}, {ref_logprobs.shape}, "
                          f"mask {mask.shape}, advantages {advantages.shape}: not (N, T) and (N,)")
-    # The inputs are masked before exp. If only the result were masked, a NaN in the padding
-    # would get the gradient 0. But backward multiplies it by the value of exp: 0 * NaN is NaN.
+    # The inputs are masked before exp. If only the result were masked, exp would get the gradient
+    # 0 at a NaN in the padding. Backward multiplies this 0 by exp's value, and 0 * NaN is NaN.
     mask = mask.bool()
     logprobs = logprobs.masked_fill(~mask, 0.0)
     old_logprobs = old_logprobs.masked_fill(~mask, 0.0).detach()  # pi_old, pi_ref: constants
@@ -312,7 +312,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     # Logs are subtracted, because a small probability, say e^-200, would be 0 in float32.
     log_ratio = logprobs - old_logprobs  # (N, T)
     if importance_sampling_level == "sequence":
-        # GSPO (section 13): the tokens of a completion share one ratio, exp of their mean.
+        # GSPO (section 13): a completion has one ratio, exp of its mean log-ratio.
         log_ratio = masked_mean(log_ratio, mask, dim=1).unsqueeze(1).expand_as(log_ratio)
     elif importance_sampling_level != "token":
         raise ValueError(f"importance_sampling_level {importance_sampling_level!r}: token/sequence")
@@ -349,8 +349,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
 # makes the token likelier, as it should. At the first token of completion 1 the clip leaves
 # only the KL: 0.04 * (1 - 2/3) / 2 tokens / 4 completions = 0.0017. It makes the token rarer.
 #
-# Why the loss starts at 0. At the first update every ratio is 1 and every k3 is 0. Then the
-# "grpo" loss of all N is minus the mean of the advantages, and in each group they sum to 0.
+# Why the loss starts at 0. At a run's first update every ratio is 1 and every k3 is 0. Then the
+# "grpo" loss over all N is minus the mean of the advantages, and in each group they sum to 0.
 # But its gradient with respect to log pi is -A / |o_i| / N at each token. Each step has new
 # advantages around 0, so watch the reward, and not the loss.
 #
@@ -381,7 +381,7 @@ class GRPOConfig:
     kl_penalty_type: Literal["low_var_kl", "kl", "mse", "abs"] = knob("low_var_kl", "KL estimate")
     use_bias_correction_kl: bool = knob(False, "multiply the KL by the ratio, as TRL 1.16 does")
     importance_sampling_level: Literal["token", "sequence"] = knob("token", "sequence: GSPO")
-    dynamic_sampling: int = knob(0, "up to how many times groups of equal rewards are replaced")
+    dynamic_sampling: int = knob(0, "how often, at most, groups of equal rewards are replaced")
     # The update, section 11.
     steps: int = knob(300, "steps of sampling and learning")
     num_iterations: int = knob(1, "passes over the completions of a step")
@@ -430,7 +430,7 @@ class Learner:
     masters: list  # their float32 copies, for the optimizer (section 12 says why)
     start: list  # a few weights from before training, to recognise the model on resume
     optimizer: torch.optim.Optimizer
-    at_once: dict  # its "prompts", "completions": how many at once. Halved if memory runs out
+    at_once: dict  # "prompts" sampled, "completions" computed at once (in_parts, section 8)
     examples_seen: int = 0
     history: list = field(default_factory=list)  # the metrics of all steps so far
     groups: list = field(default_factory=list)  # the last step's B groups of G completions
@@ -448,7 +448,7 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
         tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B-Instruct")
         asks = [{"role": "user", "content": "Put %d+%d in \\boxed{}." % (n, n)} for n in range(99)]
         data = [{"prompt": [ask], "answer": str(2 * n)} for n, ask in enumerate(asks)]
-        def reward(completions, answer, **columns):  # a completion is a chat of one message
+        def reward(completions, answer, **columns):  # rule_reward: section 9. Chats of one message
             return [rule_reward(chat[0]["content"], a) for chat, a in zip(completions, answer)]
         train(model, tokenizer, data, reward, GRPOConfig(steps=20, learning_rate=1e-5), "sums")
         model.save_pretrained("sums")  # and tokenizer.save_pretrained("sums")
@@ -520,12 +520,12 @@ def metrics_of(groups, updates):
     rewards = rewards_of(groups)  # (B, G)
     completions = sum(groups, [])
     tokens = sum(len(c.ids) for c in completions)
-    # `update` (section 11) returns a list with the metrics of its micro-batches, and the norm of
-    # the gradient, or None if it was skipped. Each loss is already multiplied by the share of its
-    # micro-batch in the mini-batch, so the sum is the loss of the mini-batch.
+    # Each of `updates` is a pair (section 11): a list, the metrics of its micro-batches, and the
+    # norm of its gradient (None: the update was skipped). A loss is already multiplied by the share
+    # of its micro-batch in the mini-batch, so the sum is the loss of the mini-batch.
     norms = [norm for _, norm in updates if norm is not None]
     parts = [part for micro_batches, _ in updates for part in micro_batches]
-    made = max(1, len(norms))
+    not_skipped = max(1, len(norms))
     metrics = {
         "reward_mean": rewards.mean().item(),
         "reward_std": rewards.std(dim=1, correction=0).mean().item(),  # of the groups' stds
@@ -535,7 +535,8 @@ def metrics_of(groups, updates):
         # If it shrinks and the reward stays low, the policy may only write boxes for the 0.5.
         "completion_length": tokens / len(completions),
         "truncated_fraction": sum(c.truncated for c in completions) / len(completions),
-        "loss": sum(part["loss"] for part in parts) / made, "grad_norm": sum(norms) / made,
+        "loss": sum(part["loss"] for part in parts) / not_skipped,
+        "grad_norm": sum(norms) / not_skipped,
         "skipped_updates": len(updates) - len(norms),
         "ratio_max": max((part["ratio_max"] for part in parts), default=0.0)}
     # Means over the computed tokens. At beta = 0, completions with advantage 0 are not computed.
@@ -578,7 +579,7 @@ def sample_and_grade(learner, stream, reward_fn):
 
     groups = []
     for _ in range(1 + config.dynamic_sampling):  # one round by default
-        # From round 2 on: replace groups that teach nothing. Those of the last round all stay.
+        # From round 2 on, drop groups that teach nothing and draw new ones. The last new ones stay.
         groups = [group for group in groups if rewards_differ(group)]
         examples = [next(stream) for _ in range(config.prompts_per_step - len(groups))]
         if not examples:
@@ -730,7 +731,7 @@ def in_parts(work, items, at_once, unit):
     from the part that failed. On a GPU, a weight needs about 20 bytes: 2 for the model, 2 for
     pi_ref, 4 for the master, 4 for its gradient, 8 for AdamW. Sampling also needs memory for the
     cache (rows * columns * layers), and the update for the values of all layers and the logits
-    (n * T * V). If even one does not fit, lower num_generations or max_completion_length."""
+    (n * T * V). If one prompt does not fit, lower num_generations; else max_completion_length."""
     results = []
     while items:
         part = items[: at_once[unit]]
@@ -815,7 +816,7 @@ def grade(reward_fn, completions):
     given["completions"] = [c.text if isinstance(c.example["prompt"], str)
                             else [{"role": "assistant", "content": c.text}] for c in completions]
     rewards = reward_fn(**copy.deepcopy(given))
-    count = len(rewards) if hasattr(rewards, "__len__") else repr(rewards)  # a text
+    count = len(rewards) if hasattr(rewards, "__len__") else repr(rewards)  # for the error
     if count != len(rows):
         raise ValueError(f"the reward function returned {count} and not {len(rows)} numbers")
     for completion, reward in zip(completions, rewards):
@@ -878,7 +879,7 @@ def update(learner, mini_batch):
     """Make an update. Returns the metrics of its micro-batches, and the norm of the gradient. It
     returns ([], 0.0) if no completion is useful, ([], None) if the norm is not finite: no step."""
     config = learner.config
-    # Without KL, a completion with advantage 0 has no gradient. It counts only in `share`.
+    # Without KL, a completion with advantage 0 has no gradient. It counts only in `share` below.
     useful = [c for c in mini_batch if c.advantage != 0 or config.beta > 0]
     if not useful:
         return [], 0.0  # no step: AdamW's momentum would move the weights without a gradient
@@ -958,7 +959,7 @@ def make_learner(model, tokenizer, config):
             raise ValueError(f"{name} is {parameter.dtype}: load the model without quantization")
         master = parameter.detach().float()
         # Not model.bfloat16(): it would also round the constants that encode positions.
-        parameter.data = master.bfloat16() if in_bf16 else master  # float32: one tensor for both
+        parameter.data = master.bfloat16() if in_bf16 else master  # in float32 both are one tensor
         if parameter.requires_grad:
             parameters.append(parameter)
             masters.append(master)
@@ -973,7 +974,7 @@ def make_learner(model, tokenizer, config):
 def scheduled_rate(config, step):
     """Up linearly to the peak at step `warmup_steps`, then down; 0 only after the last step."""
     up = step / max(1, config.warmup_steps)  # 1 at step `warmup_steps`
-    down = (config.steps + 1 - step) / max(1, config.steps + 1 - config.warmup_steps)  # 1 there
+    down = (config.steps + 1 - step) / max(1, config.steps + 1 - config.warmup_steps)  # 1 there too
     return config.learning_rate * min(up, down)
 
 
