@@ -87,7 +87,7 @@ def group_advantages(rewards, scale_rewards="group"):
         "group"  the std of the group
         "none"   1 (Dr. GRPO, section 13)
         "batch"  the std of the rewards of all groups together
-        "rloo"   (G - 1) / G. It makes A_i = R_i - mean of the *other* rewards: "Why a baseline"
+        "rloo"   (G - 1) / G (RLOO). Then A_i = R_i - mean of the *other* rewards (section 2)
 
     A group of equal rewards (to a millionth) gets exact zeros. NaN and inf stay visible in the
     result. ValueError for a group of one, and for an unknown `scale_rewards`."""
@@ -117,7 +117,7 @@ def group_advantages(rewards, scale_rewards="group"):
 # Why log pi. Pretend first that a completion is a single token. Then each of the V tokens is a
 # possible completion. It has a probability pi, and a fixed advantage A. We want the expected
 # advantage, sum(pi * A) over all V tokens, to grow. Let grad be the gradient with respect to the
-# model's weights. Since grad log pi = (grad pi) / pi, we can write pi * grad log pi for grad pi:
+# model's weights. Since grad log pi = (grad pi) / pi, grad pi is pi * grad log pi, and
 #
 #     grad sum(pi * A) = sum(A * grad pi) = sum(pi * A * grad log pi)
 #
@@ -130,26 +130,26 @@ def group_advantages(rewards, scale_rewards="group"):
 # Why a baseline. Subtracting a number b from every reward does not change the expected
 # gradient. The probabilities always sum to 1, so the change is -b * sum(pi * grad log pi) =
 # -b * sum(grad pi) = -b * grad(1) = 0. But the estimate is less noisy if b is near the
-# expected reward. (b was taken out of the sum, so b must not depend on which completion is drawn.
-# The mean m of the *other* G - 1 rewards does not. The mean of all does, but it is
-# (R_i + (G - 1) * m) / G, so R_i - mean(R) = (G - 1)/G * (R_i - m): only the scale differs.)
+# expected reward. (This needs a b that does not depend on the completion drawn. m, the mean of the
+# *other* G - 1 rewards, is such a b. GRPO's mean(R) contains R_i: it is (R_i + (G - 1) * m) / G.
+# But then R_i - mean(R) = (G - 1)/G * (R_i - m), the same advantage on another scale.)
 #
 # Why a ratio. The tokens were drawn from pi_old, and after an update pi_theta is another
 # policy. The factor r = pi_theta / pi_old corrects for that: sum(pi_old * r * A) =
 # sum(pi_theta * A). This is importance sampling. pi_old is constant, so grad r =
-# (grad pi_theta) / pi_old = r * grad log pi_theta. At r = 1 the gradient of r * A is A *
-# grad log pi, as above. (For a whole completion, r would be the product of all its tokens'
-# ratios. PPO gives each token its own ratio only, which is good while the ratios are near 1.)
+# (grad pi_theta) / pi_old = r * grad log pi_theta. So the gradient of r * A is r * A * grad log
+# pi, and at r = 1 it is A * grad log pi, as above. (A whole completion has the product of its
+# tokens' ratios. PPO gives each token its own ratio only, which is good while they are near 1.)
 #
 # Why the clip. Samples from pi_old say little about a policy far from it. So min(r A, clip(r) A)
 # has no gradient any more once r has moved far enough in the right direction: above 1 + eps if
-# A > 0, or below 1 - eps if A < 0. There it is the constant clip(r) A. In the wrong direction
-# there is no limit: it is r A, whose gradient brings r back. A table below shows the cases.
+# A > 0, or below 1 - eps if A < 0. There the min is the constant clip(r) A. In the wrong direction
+# the min is r A, without a limit, and its gradient brings r back. A table below shows the cases.
 def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
     """min(r A, clip(r, 1 - eps, 1 + eps_high) A) per token: r (N, T), A (N,) -> (N, T).
 
-    This is PPO's "surrogate" objective (arXiv:1707.06347, equation 7), to be maximised. As r
-    is above 0, `epsilon` >= 1 means no lower limit. `epsilon_high` is `epsilon` by default."""
+    PPO's "surrogate", a stand-in for the expected reward (arXiv:1707.06347, equation 7), to be
+    maximised. `epsilon` >= 1 means no lower limit. `epsilon_high` is `epsilon` by default."""
     if epsilon_high is None:
         epsilon_high = epsilon
     A = advantages.unsqueeze(1)  # (N, 1): the same for every token of a completion
@@ -202,8 +202,8 @@ def k3_kl(logprobs, ref_logprobs):
 #     E[-log(pi_ref/pi_theta)] = E[log(pi_theta/pi_ref)] = KL(pi_theta || pi_ref)
 #     E[ pi_ref/pi_theta ]     = sum(pi_theta * pi_ref/pi_theta) = sum(pi_ref) = 1
 #
-# so on average the first and the last term of k3 cancel. They keep k3 from being negative,
-# and make it less noisy while the policies are close: e^x - 1 - x is about x^2 / 2 for small
+# so on average the first and the last term of k3 cancel. In each sample they keep k3 >= 0, and
+# they make it less noisy while the policies are close: e^x - 1 - x is about x^2 / 2 for small
 # x. (The ratio must be pi_ref/pi_theta: the average of pi_theta/pi_ref is not 1.)
 #
 # The apples, with pi_ref = 0.2 for every token:
@@ -228,10 +228,10 @@ def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
     return estimates[kl_penalty_type]
 
 
-# Which estimate may be a loss? (Skip this unless you change the setting.) The KL depends on the
-# weights through d = log(pi_theta/pi_ref), and through which tokens are drawn. backward() sees
-# only d, so a right value can have a wrong gradient. With pi for pi_theta, k3 is e^-d - 1 + d, and
-# grad d is grad log pi (pi_ref is constant). The right gradient has two parts, grad sum(pi * d) =
+# Which estimate may be a loss? (Skip this unless you change the setting.) The KL is sum(pi * d),
+# with pi for pi_theta and d = log(pi/pi_ref). The weights change d, and they change pi, that is,
+# which tokens are drawn. backward() follows only d, so a right value can have a wrong gradient.
+# grad d is grad log pi (pi_ref is constant), and k3 is e^-d - 1 + d. The gradient of the KL is
 #
 #     sum(grad pi * d)   = sum(pi * d * grad log pi), the average of d * grad log pi
 #     + sum(pi * grad d) = sum(pi * grad log pi) = sum(grad pi) = grad(1) = 0
@@ -240,8 +240,8 @@ def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
 #     k1 = d        yes           grad log pi: wrong, on average 0, as in the second part
 #     k2 = d^2 / 2  no            d * grad log pi: right
 #     k3            yes           (1 - e^-d) * grad log pi: nearly right. 1 - e^-d is about d
-#     r * k3        yes           k3 * grad r + r * grad k3: right, as grad r = r * grad log pi, and
-#                                 so it is r * (e^-d - 1 + d  +  1 - e^-d) * grad log pi
+#     r * k3        yes           k3 * grad r + r * grad k3. As grad r = r * grad log pi, this is
+#                                 r * (k3 + 1 - e^-d) * grad log pi = r * d * grad log pi: right
 #
 # The last is the setting `use_bias_correction_kl`. Its r also corrects for draws from pi_old.
 
@@ -303,8 +303,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     if not same or logprobs.dim() != 2 or advantages.shape != logprobs.shape[:1]:
         raise ValueError(f"log-probs {logprobs.shape}, {old_logprobs.shape}, {ref_logprobs.shape}, "
                          f"mask {mask.shape}, advantages {advantages.shape}: not (N, T) and (N,)")
-    # The inputs are masked before exp. If only the result were masked, exp would get the gradient
-    # 0 at a NaN in the padding. Backward multiplies this 0 by exp's value, and 0 * NaN is NaN.
+    # The inputs are masked before exp. To mask the result is too late: backward through exp
+    # multiplies the gradient, 0 in the padding, by exp's value. If that is NaN, 0 * NaN is NaN.
     mask = mask.bool()
     logprobs = logprobs.masked_fill(~mask, 0.0)
     old_logprobs = old_logprobs.masked_fill(~mask, 0.0).detach()  # pi_old, pi_ref: constants
@@ -430,7 +430,7 @@ class Learner:
     masters: list  # their float32 copies, for the optimizer (section 12 says why)
     start: list  # a few weights from before training, to recognise the model on resume
     optimizer: torch.optim.Optimizer
-    at_once: dict  # "prompts" sampled, "completions" computed at once (in_parts, section 8)
+    at_once: dict  # how many "prompts", or "completions", fit at once (in_parts, section 8)
     examples_seen: int = 0
     history: list = field(default_factory=list)  # the metrics of all steps so far
     groups: list = field(default_factory=list)  # the last step's B groups of G completions
@@ -448,7 +448,7 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
         tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B-Instruct")
         asks = [{"role": "user", "content": "Put %d+%d in \\boxed{}." % (n, n)} for n in range(99)]
         data = [{"prompt": [ask], "answer": str(2 * n)} for n, ask in enumerate(asks)]
-        def reward(completions, answer, **columns):  # rule_reward: section 9. Chats of one message
+        def reward(completions, answer, **columns):  # each completion is a chat of one message
             return [rule_reward(chat[0]["content"], a) for chat, a in zip(completions, answer)]
         train(model, tokenizer, data, reward, GRPOConfig(steps=20, learning_rate=1e-5), "sums")
         model.save_pretrained("sums")  # and tokenizer.save_pretrained("sums")
@@ -473,7 +473,7 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
     for step in bar:
         rate = scheduled_rate(config, step)
         learner.optimizer.param_groups[0]["lr"] = rate
-        # Seeds Python, NumPy and PyTorch. A resumed run draws the same, if memory does not run out.
+        # Seeds Python, NumPy and PyTorch. A resumed run draws the same (if no part is halved, 8).
         set_seed((config.seed * 1_000_003 + step) % 2**32)
         started = time.perf_counter()
 
@@ -520,9 +520,9 @@ def metrics_of(groups, updates):
     rewards = rewards_of(groups)  # (B, G)
     completions = sum(groups, [])
     tokens = sum(len(c.ids) for c in completions)
-    # Each of `updates` is a pair (section 11): a list, the metrics of its micro-batches, and the
-    # norm of its gradient (None: the update was skipped). A loss is already multiplied by the share
-    # of its micro-batch in the mini-batch, so the sum is the loss of the mini-batch.
+    # Each of `updates` is a pair (section 11): the list of its micro-batches' metrics, and the norm
+    # of its gradient (None: it was skipped). The losses are weighted by the micro-batch's share of
+    # the mini-batch, so their sum is the loss of an update. Below it is divided by the updates.
     norms = [norm for _, norm in updates if norm is not None]
     parts = [part for micro_batches, _ in updates for part in micro_batches]
     not_skipped = max(1, len(norms))
@@ -532,7 +532,7 @@ def metrics_of(groups, updates):
         "zero_variance_fraction": sum(not rewards_differ(group) for group in groups) / len(groups),
         # The mean of -log pi. Near 0 the policy always writes the same, and finds nothing new.
         "entropy": -sum(c.sampler_logprobs.sum().item() for c in completions) / tokens,
-        # If it shrinks and the reward stays low, the policy may only write boxes for the 0.5.
+        # If the length shrinks and the reward stays low, the policy may only write boxes.
         "completion_length": tokens / len(completions),
         "truncated_fraction": sum(c.truncated for c in completions) / len(completions),
         "loss": sum(part["loss"] for part in parts) / not_skipped,
@@ -562,8 +562,8 @@ def rewards_differ(group):
 # the model reads it, and so on. `model.generate` does this too, but with settings that are stored
 # with the model. Qwen2.5-0.5B-Instruct has temperature 0.7, top_p 0.8, top_k 20 and
 # repetition_penalty 1.1, and the library's default is top_k 50. All of them change the
-# probabilities. If one stays on, `generate` draws from another distribution than the one whose
-# log-probs go into the ratio. The loop below draws from softmax(logits / temperature). It also
+# probabilities. If one stays on, `generate` draws from one distribution, and the ratio has the
+# log-probs of another. The loop below draws from softmax(logits / temperature). It also
 # keeps the log-prob of each draw. Section 10 computes these log-probs again. The mean absolute
 # difference is logged as sampler_gap: about 1e-6 in float32, and a few hundredths at most in
 # bfloat16, where sampling and section 10 round differently. If it is larger, sampling and section
@@ -579,7 +579,7 @@ def sample_and_grade(learner, stream, reward_fn):
 
     groups = []
     for _ in range(1 + config.dynamic_sampling):  # one round by default
-        # From round 2 on, drop groups that teach nothing and draw new ones. The last new ones stay.
+        # Each later round replaces groups that teach nothing. Those of the last round are all kept.
         groups = [group for group in groups if rewards_differ(group)]
         examples = [next(stream) for _ in range(config.prompts_per_step - len(groups))]
         if not examples:
@@ -617,7 +617,7 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
     # Each prompt is read once. The cache is what the model keeps of the tokens it has read.
     out = forward(model, ids, mask, use_cache=True, logits_to_keep=1)  # logits of the last only
     cache = out.past_key_values
-    # Copy each row G times. reorder_cache makes a cache whose row i is the old row rows[i].
+    # Copy each row G times. reorder_cache(rows) does with the cache what logits[rows] does below.
     rows = torch.arange(len(prompts), device=model.device).repeat_interleave(G)  # 0, 0, ... 1, 1
     cache.reorder_cache(rows)
     logits, mask = out.logits[:, -1][rows], mask[rows]  # (N, V), (N, P)
@@ -639,7 +639,7 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
         if len(going_on) < len(live):  # rows that have ended leave the batch
             live = [live[i] for i in going_on]
             rows = torch.tensor(going_on, device=model.device)
-            tokens, mask = tokens[rows], mask[rows]
+            tokens, mask = tokens[rows], mask[rows]  # the logits will be new ones
             cache.reorder_cache(rows)
         mask = F.pad(mask, (0, 1), value=1)  # (n, P+t+1): a column for `tokens`, read next
         out = forward(model, tokens.unsqueeze(1), mask, past_key_values=cache, use_cache=True)
@@ -727,11 +727,11 @@ def log_probability(logits, ids, temperature=1.0):
 def in_parts(work, items, at_once, unit):
     """Call work(part) on parts of at_once[unit] items, and join the lists that it returns.
 
-    If CUDA's memory runs out, at_once[unit] is halved for the rest of the run, and it goes on
+    If CUDA's memory runs out, at_once[unit] is halved for the rest of the run, and work goes on
     from the part that failed. On a GPU, a weight needs about 20 bytes: 2 for the model, 2 for
     pi_ref, 4 for the master, 4 for its gradient, 8 for AdamW. Sampling also needs memory for the
     cache (rows * columns * layers), and the update for the values of all layers and the logits
-    (n * T * V). If one prompt does not fit, lower num_generations; else max_completion_length."""
+    (n * T * V). If 1 prompt is too much, lower num_generations. If 1 completion is, its length."""
     results = []
     while items:
         part = items[: at_once[unit]]
@@ -911,9 +911,9 @@ def add_gradients(learner, micro_batch, mini_batch):
 
     def padded(rows):  # n tensors (L,) -> (n, T)
         return pad_sequence(rows, batch_first=True).to(mask.device)
-    # With one update a step, pi_theta is still pi_old. exp(logprobs - logprobs.detach()) is 1, and
-    # its gradient is that of logprobs (section 2). With several, move 4 has stored pi_old's. (Not
-    # the sampler's: in bfloat16 they are rounded differently, and the ratio would not start at 1.)
+    # With one update a step, pi_theta is still pi_old. The ratio exp(logprobs - logprobs.detach())
+    # is 1, but has a gradient, that of logprobs (section 2). With several, move 4 stored pi_old's
+    # (not the sampler's: they are rounded differently in bfloat16, the ratio would not start at 1).
     old_logprobs = logprobs.detach()  # (n, T)
     if micro_batch[0].old_logprobs is not None:
         old_logprobs = padded([c.old_logprobs for c in micro_batch])
@@ -974,7 +974,7 @@ def make_learner(model, tokenizer, config):
 def scheduled_rate(config, step):
     """Up linearly to the peak at step `warmup_steps`, then down; 0 only after the last step."""
     up = step / max(1, config.warmup_steps)  # 1 at step `warmup_steps`
-    down = (config.steps + 1 - step) / max(1, config.steps + 1 - config.warmup_steps)  # 1 there too
+    down = (config.steps + 1 - step) / max(1, config.steps + 1 - config.warmup_steps)  # 1 there
     return config.learning_rate * min(up, down)
 
 
