@@ -1939,7 +1939,7 @@ def test_flags_of_the_readme_exist_and_its_tables_have_every_figure():
 
 @each("block", re.findall(r"```python\n(.*?)```", README, re.S))
 def test_the_readmes_python_prints_what_it_says(block, demo, printed):
-    """`demo` makes a folder. Machines differ by less than 0.15. (With TRL: they are our defaults.)"""
+    """`demo` makes a folder. Machines differ by less than 0.15. (TRL gets our default settings.)"""
     if "trl" in block:
         written = dict(re.findall(r"\b(\w+)=([^\s,)]+)", block))
         for name in written.keys() & FLAGS.keys():
