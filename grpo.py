@@ -123,16 +123,16 @@ def group_advantages(rewards, scale_rewards="group"):
 #
 # The right side is the expected value of A * grad log pi for tokens drawn from pi, and an
 # average over samples estimates an expected value. So we sample, and average A * grad log
-# pi. A whole completion works like this one token. Its probability is the product of its
-# tokens' probabilities. So its log is a sum, grad log pi is a sum over its tokens, and each
-# token gets the completion's A. (Section 5 asks whether to take this sum or a mean.)
+# pi. The probability of a whole completion is the product of its tokens' probabilities, and so
+# log pi is a sum over its tokens. Then A * grad log pi is a sum, too: a term for each token, all
+# with the completion's A. (Section 5 asks whether to take this sum or a mean.)
 #
 # Why a baseline. Subtracting a number b from every reward does not change the expected
 # gradient. The probabilities always sum to 1, so the change is -b * sum(pi * grad log pi) =
 # -b * sum(grad pi) = -b * grad(1) = 0. But the estimate is less noisy if b is near the
-# expected reward. (This needs a b that does not depend on the completion drawn. m, the mean of the
-# *other* G - 1 rewards, is such a b. GRPO's mean(R) contains R_i: it is (R_i + (G - 1) * m) / G.
-# But then R_i - mean(R) = (G - 1)/G * (R_i - m), the same advantage on another scale.)
+# expected reward. (b must not depend on the completion drawn, and GRPO's mean(R) contains R_i. It
+# does no harm. m, the mean of the *other* G - 1 rewards, is a valid b. mean(R) is (R_i +
+# (G - 1) * m) / G, so R_i - mean(R) = (G - 1)/G * (R_i - m): the same, on another scale.)
 #
 # Why a ratio. The tokens were drawn from pi_old, and after an update pi_theta is another
 # policy. The factor r = pi_theta / pi_old corrects for that: sum(pi_old * r * A) =
@@ -141,10 +141,10 @@ def group_advantages(rewards, scale_rewards="group"):
 # pi, and at r = 1 it is A * grad log pi, as above. (A whole completion has the product of its
 # tokens' ratios. PPO gives each token its own ratio only, which is good while they are near 1.)
 #
-# Why the clip. Samples from pi_old say little about a policy far from it. So min(r A, clip(r) A)
-# has no gradient any more once r has moved far enough in the right direction: above 1 + eps if
-# A > 0, or below 1 - eps if A < 0. There the min is the constant clip(r) A. In the wrong direction
-# the min is r A, without a limit, and its gradient brings r back. A table below shows the cases.
+# Why the clip. Samples from pi_old say little about a policy far from it. If A > 0 and r is above
+# 1 + eps, or A < 0 and r below 1 - eps, the token has moved far enough in the right direction: the
+# min is the constant clip(r) A, without a gradient. In the wrong direction the min is r A, without
+# a limit, and its gradient brings r back. A table below shows the cases.
 def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
     """min(r A, clip(r, 1 - eps, 1 + eps_high) A) per token: r (N, T), A (N,) -> (N, T).
 
@@ -228,20 +228,20 @@ def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
     return estimates[kl_penalty_type]
 
 
-# Which estimate may be a loss? (Skip this unless you change the setting.) The KL is sum(pi * d),
-# with pi for pi_theta and d = log(pi/pi_ref). The weights change d, and they change pi, that is,
-# which tokens are drawn. backward() follows only d, so a right value can have a wrong gradient.
-# grad d is grad log pi (pi_ref is constant), and k3 is e^-d - 1 + d. The gradient of the KL is
+# Which estimate may be a loss? (Skip this unless you change the setting.) Write pi for pi_theta,
+# and d for log(pi/pi_ref). The KL is sum(pi * d). The weights change it through d, and through pi,
+# which decides what tokens are drawn. backward() sees only d, so an estimate can have a right
+# value and a wrong gradient. By the product rule, the gradient of the KL is the sum of two parts:
 #
-#     sum(grad pi * d)   = sum(pi * d * grad log pi), the average of d * grad log pi
-#     + sum(pi * grad d) = sum(pi * grad log pi) = sum(grad pi) = grad(1) = 0
+#     sum(grad pi * d)    which is sum(pi * d * grad log pi), the average of d * grad log pi
+#     sum(pi * grad d)    which is 0, since grad d = grad log pi, and sum(pi * grad log pi) = 0
 #
-#     estimate      right value?  its gradient. On average it should be d * grad log pi
-#     k1 = d        yes           grad log pi: wrong, on average 0, as in the second part
-#     k2 = d^2 / 2  no            d * grad log pi: right
-#     k3            yes           (1 - e^-d) * grad log pi: nearly right. 1 - e^-d is about d
-#     r * k3        yes           k3 * grad r + r * grad k3. As grad r = r * grad log pi, this is
-#                                 r * (k3 + 1 - e^-d) * grad log pi = r * d * grad log pi: right
+#     estimate             right value?  its gradient. On average it should be d * grad log pi
+#     k1 = d               yes           grad log pi: wrong, on average 0, as in the second part
+#     k2 = d^2 / 2         no            d * grad log pi: right
+#     k3 = e^-d - 1 + d    yes           (1 - e^-d) * grad log pi: nearly, 1 - e^-d is about d
+#     r * k3               yes           k3 * grad r + r * grad k3. As grad r = r * grad log pi, it
+#                                        is r * (k3 + 1 - e^-d) * grad log pi = r * d * grad log pi
 #
 # The last is the setting `use_bias_correction_kl`. Its r also corrects for draws from pi_old.
 
@@ -381,7 +381,7 @@ class GRPOConfig:
     kl_penalty_type: Literal["low_var_kl", "kl", "mse", "abs"] = knob("low_var_kl", "KL estimate")
     use_bias_correction_kl: bool = knob(False, "multiply the KL by the ratio, as TRL 1.16 does")
     importance_sampling_level: Literal["token", "sequence"] = knob("token", "sequence: GSPO")
-    dynamic_sampling: int = knob(0, "how often, at most, groups of equal rewards are replaced")
+    dynamic_sampling: int = knob(0, "rounds, at most, that replace groups of equal rewards")
     # The update, section 11.
     steps: int = knob(300, "steps of sampling and learning")
     num_iterations: int = knob(1, "passes over the completions of a step")
@@ -473,7 +473,7 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
     for step in bar:
         rate = scheduled_rate(config, step)
         learner.optimizer.param_groups[0]["lr"] = rate
-        # Seeds Python, NumPy and PyTorch. A resumed run draws the same (if no part is halved, 8).
+        # Seeds Python, NumPy and PyTorch. A resumed run draws the same, unless memory ran out.
         set_seed((config.seed * 1_000_003 + step) % 2**32)
         started = time.perf_counter()
 
@@ -521,8 +521,8 @@ def metrics_of(groups, updates):
     completions = sum(groups, [])
     tokens = sum(len(c.ids) for c in completions)
     # Each of `updates` is a pair (section 11): the list of its micro-batches' metrics, and the norm
-    # of its gradient (None: it was skipped). The losses are weighted by the micro-batch's share of
-    # the mini-batch, so their sum is the loss of an update. Below it is divided by the updates.
+    # of its gradient (None: it was skipped). The losses are multiplied by the micro-batch's share
+    # of the mini-batch, so they add up to the loss of an update. "loss" is the mean over updates.
     norms = [norm for _, norm in updates if norm is not None]
     parts = [part for micro_batches, _ in updates for part in micro_batches]
     not_skipped = max(1, len(norms))
@@ -539,7 +539,7 @@ def metrics_of(groups, updates):
         "grad_norm": sum(norms) / not_skipped,
         "skipped_updates": len(updates) - len(norms),
         "ratio_max": max((part["ratio_max"] for part in parts), default=0.0)}
-    # Means over the computed tokens. At beta = 0, completions with advantage 0 are not computed.
+    # Means over the tokens of the updates. At beta = 0, these leave out advantages of 0.
     # A kl that stays above 1 says that the policy runs away. (sampler_gap: section 8.)
     computed = max(1, sum(part["tokens"] for part in parts))
     for name in ("kl", "clip_fraction", "sampler_gap"):
@@ -579,7 +579,7 @@ def sample_and_grade(learner, stream, reward_fn):
 
     groups = []
     for _ in range(1 + config.dynamic_sampling):  # one round by default
-        # Each later round replaces groups that teach nothing. Those of the last round are all kept.
+        # Replace groups that teach nothing. (In round 1 there is none. The last new ones are kept.)
         groups = [group for group in groups if rewards_differ(group)]
         examples = [next(stream) for _ in range(config.prompts_per_step - len(groups))]
         if not examples:
@@ -617,7 +617,7 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
     # Each prompt is read once. The cache is what the model keeps of the tokens it has read.
     out = forward(model, ids, mask, use_cache=True, logits_to_keep=1)  # logits of the last only
     cache = out.past_key_values
-    # Copy each row G times. reorder_cache(rows) does with the cache what logits[rows] does below.
+    # Copy each row G times. reorder_cache(rows) is cache[rows], as logits[rows] below.
     rows = torch.arange(len(prompts), device=model.device).repeat_interleave(G)  # 0, 0, ... 1, 1
     cache.reorder_cache(rows)
     logits, mask = out.logits[:, -1][rows], mask[rows]  # (N, V), (N, P)
@@ -695,8 +695,8 @@ def end_token_ids(model, tokenizer):
 # The logits of a column predict the token of the next: columns 2 to 4 give the log-probs.
 def pad_rows(rows, side, device):
     """n lists of token ids -> ids (n, longest), and the mask (n, longest) of real ones."""
-    # The padding is -1, and becomes 0 when the mask has been made. Some models pad with the end
-    # token. `ids != pad_token_id` would mask the real end, and they would not learn to stop.
+    # The padding is -1, and becomes 0 when the mask has been made. Why not pad_token_id? In some
+    # models it is the end token. The mask would hide the real end, and they never learn to stop.
     rows = [torch.tensor(row) for row in rows]
     ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side=side).to(device)
     return ids.clamp(min=0), (ids >= 0).long()
@@ -738,7 +738,7 @@ def in_parts(work, items, at_once, unit):
         try:
             results += work(part)
             items = items[len(part) :]
-        except torch.OutOfMemoryError:  # the tensors of the part are freed when this block ends
+        except torch.OutOfMemoryError:  # the error keeps the part's tensors until this block ends
             if at_once[unit] == 1:
                 raise
             at_once[unit] //= 2
@@ -879,7 +879,7 @@ def update(learner, mini_batch):
     """Make an update. Returns the metrics of its micro-batches, and the norm of the gradient. It
     returns ([], 0.0) if no completion is useful, ([], None) if the norm is not finite: no step."""
     config = learner.config
-    # Without KL, a completion with advantage 0 has no gradient. It counts only in `share` below.
+    # Without KL, a completion with advantage 0 has no gradient. It counts only in `share`, below.
     useful = [c for c in mini_batch if c.advantage != 0 or config.beta > 0]
     if not useful:
         return [], 0.0  # no step: AdamW's momentum would move the weights without a gradient
@@ -959,7 +959,7 @@ def make_learner(model, tokenizer, config):
             raise ValueError(f"{name} is {parameter.dtype}: load the model without quantization")
         master = parameter.detach().float()
         # Not model.bfloat16(): it would also round the constants that encode positions.
-        parameter.data = master.bfloat16() if in_bf16 else master  # in float32 both are one tensor
+        parameter.data = master.bfloat16() if in_bf16 else master  # float32: one tensor, two names
         if parameter.requires_grad:
             parameters.append(parameter)
             masters.append(master)
@@ -974,7 +974,7 @@ def make_learner(model, tokenizer, config):
 def scheduled_rate(config, step):
     """Up linearly to the peak at step `warmup_steps`, then down; 0 only after the last step."""
     up = step / max(1, config.warmup_steps)  # 1 at step `warmup_steps`
-    down = (config.steps + 1 - step) / max(1, config.steps + 1 - config.warmup_steps)  # 1 there
+    down = (config.steps + 1 - step) / max(1, config.steps + 1 - config.warmup_steps)  # also 1
     return config.learning_rate * min(up, down)
 
 
