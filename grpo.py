@@ -130,16 +130,16 @@ def group_advantages(rewards, scale_rewards="group"):
 # Why a baseline. Subtracting a number b from every reward does not change the expected
 # gradient. The probabilities always sum to 1, so the change is -b * sum(pi * grad log pi) =
 # -b * sum(grad pi) = -b * grad(1) = 0. But the estimate is less noisy if b is near the
-# expected reward. (b must not depend on the completion drawn, and GRPO's mean(R) contains R_i. It
-# does no harm. m, the mean of the *other* G - 1 rewards, is a valid b. mean(R) is (R_i +
-# (G - 1) * m) / G, so R_i - mean(R) = (G - 1)/G * (R_i - m): the same, on another scale.)
+# expected reward. A valid b does not depend on which completion is drawn: m, the mean of the
+# *other* G - 1 rewards. GRPO's mean(R) contains R_i, too. It is (R_i + (G - 1) * m) / G. So
+# R_i - mean(R) = (G - 1)/G * (R_i - m), which is the advantage with m, on another scale.
 #
 # Why a ratio. The tokens were drawn from pi_old, and after an update pi_theta is another
 # policy. The factor r = pi_theta / pi_old corrects for that: sum(pi_old * r * A) =
 # sum(pi_theta * A). This is importance sampling. pi_old is constant, so grad r =
 # (grad pi_theta) / pi_old = r * grad log pi_theta. So the gradient of r * A is r * A * grad log
 # pi, and at r = 1 it is A * grad log pi, as above. (A whole completion has the product of its
-# tokens' ratios. PPO gives each token its own ratio only, which is good while they are near 1.)
+# tokens' ratios. PPO gives each token its own ratio only, a good approximation near 1.)
 #
 # Why the clip. Samples from pi_old say little about a policy far from it. If A > 0 and r is above
 # 1 + eps, or A < 0 and r below 1 - eps, the token has moved far enough in the right direction: the
@@ -162,8 +162,8 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 #     completion 1: 0.3 and 0.2    2: 0.1    3: 0.3    4: 0.1 and 0.2
 #     ratios     1: 1.5 and 1.0    2: 0.5    3: 1.5    4: 0.5 and 1.0
 #
-# With eps = 0.2, the first four rows are the four cases of the clip. Since r is exp(log pi -
-# log pi_old), and e^x is its own derivative, the gradient of r * A for log pi is r * A:
+# With eps = 0.2, the first four rows are the four cases of the clip. r = exp(log pi - log pi_old),
+# and e^x is its own derivative, so the gradient of r * A with respect to log pi is r * A:
 #
 #     A    r             min(r A, clip(r) A)                 gradient with respect to log pi
 #     +1   1.5 (no. 1)   min( 1.5,  1.2) =  1.2  clipped      0    good, already likelier
@@ -249,7 +249,7 @@ def kl_estimate(logprobs, ref_logprobs, kl_penalty_type="low_var_kl"):
 # ---- 4. The masked mean: padding is not data ---------------------------------------------
 # Completions have different lengths. In a tensor the short ones are filled up with padding.
 # The mask is True at real tokens. Where it is False, a position is masked. Multiplying by
-# the mask does not remove a NaN that stands there:
+# the mask does not remove a NaN, which a model may give at padding:
 #
 #     values [2, NaN], mask [True, False]    (values * mask).sum()              = NaN
 #                                            torch.where(mask, values, 0).sum() = 2
@@ -514,39 +514,6 @@ def train(model, tokenizer, dataset, reward_fn, config, output_dir=None, resume=
     return learner.history
 
 
-def metrics_of(groups, updates):
-    """The metrics of a step: a dict of finite numbers. With dynamic sampling, they are of the
-    groups that are learned from, not of all that were sampled."""
-    rewards = rewards_of(groups)  # (B, G)
-    completions = sum(groups, [])
-    tokens = sum(len(c.ids) for c in completions)
-    # Each of `updates` is a pair (section 11): the list of its micro-batches' metrics, and the norm
-    # of its gradient (None: it was skipped). The losses are multiplied by the micro-batch's share
-    # of the mini-batch, so they add up to the loss of an update. "loss" is the mean over updates.
-    norms = [norm for _, norm in updates if norm is not None]
-    parts = [part for micro_batches, _ in updates for part in micro_batches]
-    not_skipped = max(1, len(norms))
-    metrics = {
-        "reward_mean": rewards.mean().item(),
-        "reward_std": rewards.std(dim=1, correction=0).mean().item(),  # of the groups' stds
-        "zero_variance_fraction": sum(not rewards_differ(group) for group in groups) / len(groups),
-        # The mean of -log pi. Near 0 the policy always writes the same, and finds nothing new.
-        "entropy": -sum(c.sampler_logprobs.sum().item() for c in completions) / tokens,
-        # If the length shrinks and the reward stays low, the policy may only write boxes.
-        "completion_length": tokens / len(completions),
-        "truncated_fraction": sum(c.truncated for c in completions) / len(completions),
-        "loss": sum(part["loss"] for part in parts) / not_skipped,
-        "grad_norm": sum(norms) / not_skipped,
-        "skipped_updates": len(updates) - len(norms),
-        "ratio_max": max((part["ratio_max"] for part in parts), default=0.0)}
-    # Means over the tokens of the updates. At beta = 0, these leave out advantages of 0.
-    # A kl that stays above 1 says that the policy runs away. (sampler_gap: section 8.)
-    computed = max(1, sum(part["tokens"] for part in parts))
-    for name in ("kl", "clip_fraction", "sampler_gap"):
-        metrics[name] = sum(part[name] * part["tokens"] for part in parts) / computed
-    return metrics
-
-
 def rewards_of(groups):
     """The rewards of B groups of G completions, as a tensor (B, G)."""
     return torch.tensor([[c.reward for c in group] for group in groups], dtype=torch.float64)
@@ -579,7 +546,7 @@ def sample_and_grade(learner, stream, reward_fn):
 
     groups = []
     for _ in range(1 + config.dynamic_sampling):  # one round by default
-        # Replace groups that teach nothing. (In round 1 there is none. The last new ones are kept.)
+        # Replace groups that teach nothing. (Round 1 has none. What the last round brings is kept.)
         groups = [group for group in groups if rewards_differ(group)]
         examples = [next(stream) for _ in range(config.prompts_per_step - len(groups))]
         if not examples:
@@ -696,7 +663,7 @@ def end_token_ids(model, tokenizer):
 def pad_rows(rows, side, device):
     """n lists of token ids -> ids (n, longest), and the mask (n, longest) of real ones."""
     # The padding is -1, and becomes 0 when the mask has been made. Why not pad_token_id? In some
-    # models it is the end token. The mask would hide the real end, and they never learn to stop.
+    # models it is the end token. The mask would hide the real end: they would not learn to stop.
     rows = [torch.tensor(row) for row in rows]
     ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side=side).to(device)
     return ids.clamp(min=0), (ids >= 0).long()
@@ -731,7 +698,7 @@ def in_parts(work, items, at_once, unit):
     from the part that failed. On a GPU, a weight needs about 20 bytes: 2 for the model, 2 for
     pi_ref, 4 for the master, 4 for its gradient, 8 for AdamW. Sampling also needs memory for the
     cache (rows * columns * layers), and the update for the values of all layers and the logits
-    (n * T * V). If 1 prompt is too much, lower num_generations. If 1 completion is, its length."""
+    (n * T * V). If 1 prompt is too much, lower num_generations. If 1 completion is, the limit."""
     results = []
     while items:
         part = items[: at_once[unit]]
@@ -808,7 +775,7 @@ def grade(reward_fn, completions):
     TRL calls it in this way too (with more arguments), so a function with **columns fits
     both. Each argument is a list with a value for each completion, a copy. `columns` are the
     other columns of the data. For a string prompt, the completion is a string. For a chat, it
-    is a chat of one message. ValueError if the rewards are not N finite numbers."""
+    is a chat of one message. A ValueError or TypeError for other than N finite numbers."""
     rows = [completion.example for completion in completions]
     given = {name: [row[name] for row in rows] for name in rows[0]}
     given["prompts"] = given.pop("prompt")
@@ -942,6 +909,39 @@ def add_gradients(learner, micro_batch, mini_batch):
     return metrics
 
 
+def metrics_of(groups, updates):
+    """The metrics of a step: a dict of finite numbers. With dynamic sampling, they are of the
+    groups that are learned from, not of all that were sampled."""
+    rewards = rewards_of(groups)  # (B, G)
+    completions = sum(groups, [])
+    tokens = sum(len(c.ids) for c in completions)
+    # Each of `updates` is what `update` returned: its micro-batches' metrics, and the norm of its
+    # gradient (None: it was skipped). The losses are multiplied by the micro-batch's share
+    # of the mini-batch, so they add up to the loss of an update. "loss" is the mean over updates.
+    norms = [norm for _, norm in updates if norm is not None]
+    parts = [part for micro_batches, _ in updates for part in micro_batches]
+    not_skipped = max(1, len(norms))
+    metrics = {
+        "reward_mean": rewards.mean().item(),
+        "reward_std": rewards.std(dim=1, correction=0).mean().item(),  # of the groups' stds
+        "zero_variance_fraction": sum(not rewards_differ(group) for group in groups) / len(groups),
+        # The mean of -log pi. Near 0 the policy always writes the same, and finds nothing new.
+        "entropy": -sum(c.sampler_logprobs.sum().item() for c in completions) / tokens,
+        # If the length shrinks and the reward stays low, the policy may only write boxes.
+        "completion_length": tokens / len(completions),
+        "truncated_fraction": sum(c.truncated for c in completions) / len(completions),
+        "loss": sum(part["loss"] for part in parts) / not_skipped,
+        "grad_norm": sum(norms) / not_skipped,
+        "skipped_updates": len(updates) - len(norms),
+        "ratio_max": max((part["ratio_max"] for part in parts), default=0.0)}
+    # Means over the tokens of the updates. At beta = 0, these leave out advantages of 0.
+    # A kl that stays above 1 says that the policy runs away. (sampler_gap: section 8.)
+    computed = max(1, sum(part["tokens"] for part in parts))
+    for name in ("kl", "clip_fraction", "sampler_gap"):
+        metrics[name] = sum(part[name] * part["tokens"] for part in parts) / computed
+    return metrics
+
+
 # ---- 12. What is not GRPO: precision, rates, order, files, checks ------------------------
 # Why masters. On a GPU that can, the model computes in bfloat16, which is fast but coarse:
 # near 0.02, its numbers lie 0.00012 apart. AdamW moves a weight by about the learning rate,
@@ -959,7 +959,7 @@ def make_learner(model, tokenizer, config):
             raise ValueError(f"{name} is {parameter.dtype}: load the model without quantization")
         master = parameter.detach().float()
         # Not model.bfloat16(): it would also round the constants that encode positions.
-        parameter.data = master.bfloat16() if in_bf16 else master  # float32: one tensor, two names
+        parameter.data = master.bfloat16() if in_bf16 else master  # float32: they share the memory
         if parameter.requires_grad:
             parameters.append(parameter)
             masters.append(master)

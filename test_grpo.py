@@ -1556,7 +1556,7 @@ def test_steps_are_those_of_the_slow_way(settings):
     generator_states = []
     def reward(**columns):
         # It is called between sampling and the update. Both models change, so that sampler_gap is
-        # not 0. (In float32, the masters are the same tensors.) The update next draws the order of
+        # not 0. (In float32, the masters share their memory.) The update next draws the order of
         # the completions. slow_step draws the same order, from the generator's state kept here.
         for parameter in [*model.parameters(), *slow_model.parameters()]:
             parameter.data *= 1.01
