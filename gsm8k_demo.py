@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: MIT-0
 """Train Qwen2.5-0.5B-Instruct on GSM8K with GRPO, on one GPU.
 
-    python gsm8k_demo.py                       the real run; without a CUDA GPU, the rehearsal
-    python gsm8k_demo.py --rehearsal           a tiny model on the CPU, about a minute, offline
-    python gsm8k_demo.py --output DIR --resume go on with a run that was interrupted
+    python gsm8k_demo.py                       the real run, on a CUDA GPU
+    python gsm8k_demo.py --rehearsal           a tiny model on the CPU, a minute
+    python gsm8k_demo.py --model FOLDER        another model; slow on a CPU
+    python gsm8k_demo.py --output DIR --resume go on with an interrupted run
     python gsm8k_demo.py --help                every setting
 
-GSM8K is a set of 8,792 school problems whose answers are numbers. grpo.py does the training. This
-file does the rest: it reads the flags, loads data and model, evaluates before and after, and shows
-what happens in between. Its last section makes the rehearsal, a tiny world for the CPU. The demo
-trains all weights. LoRA would need less memory, and another library: TRL runs GRPO with it.
-"""
+GSM8K is a set of 8,792 school problems whose answers are numbers. grpo.py does
+the training. This file reads the flags, loads data and model, evaluates before
+and after, and shows what happens. Without a CUDA GPU, the first command makes
+the rehearsal, the last section of this file. With --model, a CPU makes the real
+run, and a step takes minutes. All weights are trained. For LoRA, there is TRL."""
 
 import argparse
 import json
@@ -21,6 +22,7 @@ import shlex
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from dataclasses import dataclass
 from itertools import product
@@ -34,8 +36,8 @@ from tqdm.auto import tqdm
 from transformers import (AutoModelForCausalLM, AutoTokenizer, HfArgumentParser,
                           PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
 
-from grpo import (GRPOConfig, encode_prompt, in_parts, knob, masked_mean, pad_rows, rule_reward,
-                  sample_groups, token_logprobs, train)
+from grpo import (GRPOConfig, MAY_CHANGE, autocast, chunks, encode_prompt, masked_mean, pad_rows,
+                  rule_reward, sample_groups, setting, token_logprobs, train)
 
 # The real run takes GRPOConfig's defaults, which follow published runs. verl's baseline
 # trains this model on this data at a learning rate of 1e-6: from 36 % to 46 % in 39 steps,
@@ -47,28 +49,27 @@ SYSTEM_PROMPT = "Solve the problem step by step, and put only the final number i
 @dataclass
 class DemoConfig:
     """What this script does. How it trains is in GRPOConfig. Every field of both is a flag."""
-
-    model: str | None = knob(None, f"model with a chat template, or a folder; {MODEL} if None")
-    data: str | None = knob(None, "folder with GSM8K's train.jsonl and test.jsonl; hub if None")
-    rehearsal: bool = knob(False, "a tiny model on made-up problems, offline, in about a minute")
-    output: str | None = knob(None, "folder of the run, a new one in runs/ if None")
-    resume: bool = knob(False, "go on with the run in --output, with its settings")
-    eval_questions: int | None = knob(None, "test questions to evaluate on, all if None")
-    eval_every: int = knob(0, "steps between evaluations; 0: only before and after the training")
-    show_steps: int = knob(10, "steps between groups shown, besides 1, 2, 4 ... 32; 0: show none")
+    model: str | None = setting(None, f"model with a chat template, or a folder; {MODEL} if None")
+    data: str | None = setting(None, "folder with GSM8K's train.jsonl and test.jsonl; hub if None")
+    rehearsal: bool = setting(False, "a tiny model on made-up problems, offline, in about a minute")
+    output: str | None = setting(None, "folder of the run, a new one in runs/ if None")
+    resume: bool = setting(False, "go on with the run in --output, with its settings")
+    eval_questions: int | None = setting(None, "test questions to evaluate on, all if None")
+    eval_every: int = setting(0, "steps between evaluations; 0: only before and after the training")
+    show_steps: int = setting(10, "steps between groups shown, besides 1, 2, 4 ... 32; 0: none")
 
 
 # ---- The run -----------------------------------------------------------------------------
-
 def main():
     """Read the flags, load what they name, and run. What goes wrong is said in one line."""
     demo = None
     try:
         config, demo = read_flags()
-        model, tokenizer, train_data, test_data = load(config, demo)
-        run(model, tokenizer, train_data, test_data, config, demo)
+        run(*load(config, demo), config, demo)
     except (OSError, ValueError) as error:
         sys.exit("stopped: " + " ".join(str(error).split()))
+    except torch.OutOfMemoryError:
+        sys.exit(f"stopped: out of memory. {memory_advice(config, demo.output)}")
     except KeyboardInterrupt:
         said = "interrupted before anything was written"
         if demo and Path(demo.output, "settings.json").exists():
@@ -107,12 +108,15 @@ def run(model, tokenizer, train_data, test_data, config, demo):
     gaps = []  # sampler_gap of each step
 
     def judge(name):
-        results[name] = evaluate(model, tokenizer, test_data, config.max_completion_length)
+        def score(temperature):
+            return evaluate(model, tokenizer, test_data, config.max_completion_length, temperature,
+                            config.sampling_batch_size, config.bf16)
+        results[name] = score(0)
         if demo.rehearsal:
             # Greedy accuracy alone flatters: it also rises if a model only gets surer.
-            sampled = evaluate(model, tokenizer, test_data, config.max_completion_length, 1)
-            results[name]["sampled_accuracy"] = sampled["accuracy"]
-            results[name]["sampled_interval"] = sampled["interval"]
+            sampled = score(1)
+            results[name] |= {"sampled_accuracy": sampled["accuracy"],
+                              "sampled_interval": sampled["interval"]}
         write_json(path, results)
         tqdm.write(result_lines(name, results[name]))
 
@@ -147,6 +151,18 @@ def resume_command(folder):
     return f"python {sys.argv[0]} --output {shlex.quote(str(folder))} --resume"
 
 
+def memory_advice(config, folder):
+    """What helps the run whose memory has just run out: one line."""
+    where = traceback.format_exc()  # it has "in NAME" for each function that was at work
+    sampling = re.search(" in (judge|sample_and_grade)\n", where)
+    flag = "sampling_batch_size" if sampling else "micro_batch_size"
+    half = getattr(config, flag) // 2
+    # In these functions, memory is taken by the weights, or by what AdamW keeps of each weight.
+    if not half or re.search(" in (load|make_learner|open_folder|step)\n", where):
+        return "A smaller --model needs less. So does a new run with --beta 0"
+    return f"Lower --{flag}. To go on: {resume_command(folder)} --{flag} {half}"
+
+
 def read_json(path):
     """The object in a JSON file. ValueError, with the name of the file, if it has none."""
     try:
@@ -164,10 +180,8 @@ def write_json(path, content):
 
 
 # ---- From the command line ---------------------------------------------------------------
-
-# A resumed run may change these settings.
-MAY_CHANGE = ("output", "resume", "steps", "save_steps", "micro_batch_size", "show_steps",
-              "eval_every")
+# A resumed run may change what `train` lets it change, and these.
+MAY_CHANGE += ("output", "resume", "show_steps", "eval_every")
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -197,15 +211,17 @@ def read_flags():
         raise ValueError(f"{folder} holds a run or other files: name another --output, or --resume")
     elif not (typed.rehearsal or typed.model or typed.data or torch.cuda.is_available()):
         print("no CUDA GPU here, so this is the rehearsal: a tiny model that learns on the CPU.\n"
-              f"The real run, which is far too much for a CPU: --model {MODEL}")
+              "The real run is slow on a CPU. With such flags, a step took 250 s on two cores:\n"
+              f"    --model {MODEL} --prompts_per_step 4 --beta 0\n"
+              "    --max_completion_length 256 --eval_questions 64\n"
+              "By default, a step has 8 times as many completions, of up to 512 tokens.")
         typed.rehearsal = True
     # The flags are read once more, with other defaults. What was typed wins over all of them.
     if typed.rehearsal or saved.get("rehearsal"):
         parser.set_defaults(**REHEARSAL, rehearsal=True)
     parser.set_defaults(**saved)
     settings = vars(parser.parse_args()) | {"output": str(folder)}
-    # `train` refuses other settings, too. But it comes after the loading and the evaluation,
-    # and it does not know the flags of this script.
+    # `train` refuses other settings, too, but only after the loading and the evaluation.
     for name, there in saved.items():
         if name not in MAY_CHANGE and settings[name] != there:
             raise ValueError(f"{folder} holds another run: {name} is {there} there, "
@@ -213,10 +229,10 @@ def read_flags():
     config, demo = parser.parse_dict(settings)
     if demo.rehearsal and (demo.model or demo.data):
         raise ValueError("the rehearsal has its own model and data: leave out --model and --data")
-    questions = 1 if demo.eval_questions is None else demo.eval_questions
-    if min(demo.eval_every, demo.show_steps, questions - 1) < 0:
+    questions = demo.eval_questions
+    if min(demo.eval_every, demo.show_steps) < 0 or questions is not None and questions < 1:
         raise ValueError(f"eval_every is {demo.eval_every}, show_steps {demo.show_steps} and "
-                         f"eval_questions {demo.eval_questions}: wanted at least 0, 0 and 1")
+                         f"eval_questions {questions}: wanted at least 0, 0 and 1")
     while not folder.exists():
         folder = folder.parent
     tempfile.TemporaryDirectory(dir=folder).cleanup()  # OSError if the folder cannot be written
@@ -224,7 +240,6 @@ def read_flags():
 
 
 # ---- Data, reward, model -----------------------------------------------------------------
-
 def load_gsm8k(folder=None):
     """(train, test) of GSM8K, from a folder with train.jsonl and test.jsonl, or from the hub: lists
     of examples with a prompt (a chat) and an answer ("72"). ValueError for what cannot be read."""
@@ -259,8 +274,7 @@ def gsm8k_example(row):
 
 
 def boxed_reward(prompts, completions, answer, **columns):
-    """`rule_reward` of each completion, a string or a chat, called as `train` and TRL do it.
-    `answer` is the column of the data, a right answer for each completion."""
+    """`rule_reward` of each completion, a string or a chat, called as `train` and TRL do it."""
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
     return [rule_reward(text, right) for text, right in zip(texts, answer)]
 
@@ -273,15 +287,15 @@ def load_model(name):
     is_path = Path(name).exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
     if is_path and not Path(name, "config.json").exists():
         raise OSError(f"{name} is no folder with a model: it has no config.json")
-    device = "mps" if torch.backends.mps.is_available() else "cpu"
-    if torch.cuda.is_available():
-        device = "cuda"
+    device = ("cuda" if torch.cuda.is_available() else
+              "mps" if torch.backends.mps.is_available() else "cpu")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        # On a GPU "auto", the checkpoint's own type: grpo.py makes float32 masters of it.
+        # As float32. Loaded in bfloat16, it would be another model before `train` than after,
+        # since `train` makes it float32.
         # Safetensors only, because loading the older format runs the code in the file.
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype="auto" if device == "cuda" else torch.float32, use_safetensors=True)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32,
+                                                     use_safetensors=True)
     except Exception as error:  # several libraries raise errors of many kinds
         advice = "" if is_path else "Is the network there, and the name right? Offline: --rehearsal"
         raise OSError(f"cannot load {name}: {error} {advice}")
@@ -291,22 +305,22 @@ def load_model(name):
 
 
 # ---- Evaluation --------------------------------------------------------------------------
-
-def evaluate(model, tokenizer, dataset, max_completion_length, temperature=0):
+def evaluate(model, tokenizer, dataset, max_completion_length, temperature=0,
+             sampling_batch_size=256, bf16=None):
     """The share of right answers, one completion for each example; greedy at temperature 0.
 
     `accuracy` counts right last boxes, and `interval` is its 95 % interval. `lenient_accuracy`
-    also counts a right last number where nothing is boxed."""
+    also counts a right last number where nothing is boxed. `bf16` is as in `autocast`."""
     total = len(dataset)
-    with tqdm(None, "evaluating", total, leave=False) as bar:
-        def work(part):
-            groups = sample_groups(model, tokenizer, part, 1, max_completion_length, temperature)
+    texts = []
+    # All evaluations draw with the same seed. `train` seeds each of its steps itself.
+    torch.manual_seed(0)
+    # `autocast`, because training computes in it, too: another precision gives other scores.
+    with tqdm(None, "evaluating", total, leave=False) as bar, autocast(model, bf16):
+        for part in chunks(list(dataset), sampling_batch_size):
+            texts += [group[0].text for group in sample_groups(
+                model, tokenizer, part, 1, max_completion_length, temperature)]
             bar.update(len(part))
-            return [group[0].text for group in groups]
-
-        # All evaluations draw with the same seed. `train` seeds each of its steps itself.
-        torch.manual_seed(0)
-        texts = in_parts(work, list(dataset), {"prompts": 256}, "prompts")
     pairs = [(text, example["answer"]) for text, example in zip(texts, dataset)]
     accuracy = sum(rule_reward(*pair) == 1.5 for pair in pairs) / total
     lenient = sum(is_right_leniently(*pair) for pair in pairs) / total
@@ -333,8 +347,6 @@ def wilson(share, total):
 
 
 # ---- What is shown -----------------------------------------------------------------------
-
-# The last words, for three endings.
 LEARNED = """The accuracy rose clearly: the 95 % intervals before and after do not overlap.
 The figures with unboxed numbers show how much of the gain is more than the box."""
 HABIT_FOUND = """What this shows: from its rewards alone, GRPO found the habit that works, and
@@ -390,12 +402,11 @@ def show_end(folder, test_data, results, history, is_rehearsal):
             text = results[when]["examples"][i].strip()
             print(f"{when:>8}: " + text.replace("\n", "\n          "))
     rewards = [metrics["reward_mean"] for metrics in history]
-    bars = ["▁▂▃▄▅▆▇█"[int(5.3 * reward)] for reward in rewards]
-    curve = "".join(bars[:: math.ceil(len(bars) / 60)])
+    curve = "".join("▁▂▃▄▅▆▇█"[int(5.3 * reward)]
+                    for reward in rewards[:: math.ceil(len(rewards) / 60)])
     print(f"\nthe mean reward of steps 1 to {len(rewards)}, on a scale from 0 to 1.5:\n"
           f"    {curve}  {rewards[0]:.2f} -> {rewards[-1]:.2f}\n")
-    for name, result in results.items():
-        print(result_lines(name, result))
+    print("\n".join(result_lines(*item) for item in results.items()))
     interval = "sampled_interval" if is_rehearsal else "interval"
     lowest_before, highest_before = results["before"][interval]
     lowest_after, highest_after = results["after"][interval]
@@ -480,9 +491,8 @@ def make_tokenizer(problems):
     for problem in problems:
         texts += [problem["prompt"][0]["content"], problem["worked_through"]]
     core = Tokenizer(models.BPE())
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    rest = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
+                                                  pre_tokenizers.ByteLevel(add_prefix_space=False)])
     core.decoder = decoders.ByteLevel()
     core.train_from_iterator(texts, trainers.BpeTrainer(
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
@@ -493,24 +503,21 @@ def make_tokenizer(problems):
 
 def make_model(tokenizer):
     """A Qwen2 of a quarter of a million random weights."""
-    end = tokenizer.eos_token_id
-    pad = tokenizer.pad_token_id
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     model = Qwen2ForCausalLM(Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True,
         # Qwen2's defaults, 1e4 and 0.02, learn far more slowly at this size.
         rope_parameters={"rope_type": "default", "rope_theta": 1e5}, initializer_range=0.08,
-        bos_token_id=None, eos_token_id=end, pad_token_id=pad))
+        eos_token_id=end, pad_token_id=pad))
     model.generation_config.eos_token_id = [end, pad]  # two, as Qwen has
     return model
 
 
 def pretrain(model, tokenizer, problems, rng):
     """Teach the tiny model its arithmetic and its habits. Changes it in place."""
-    texts = {}
-    for habit in set(HABITS):
-        texts[habit] = [encode(tokenizer, problem["prompt"], problem[habit] + "<|im_end|>")
-                        for problem in problems]
+    texts = {habit: [encode(tokenizer, problem["prompt"], problem[habit] + "<|im_end|>")
+                     for problem in problems] for habit in set(HABITS)}
     sums = []
     for line in sorted({line for problem in problems for line in problem["no_box"].split("\n")}):
         left, right = line.split("=")
@@ -518,8 +525,8 @@ def pretrain(model, tokenizer, problems, rng):
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     for step in tqdm(range(PRETRAIN_STEPS), "pre-training", leave=False):
         # The learning rate rises linearly for 50 steps, then falls linearly.
-        rate = min((step + 1) / 50, (PRETRAIN_STEPS - step) / (PRETRAIN_STEPS - 50))
-        optimizer.param_groups[0]["lr"] = 3e-3 * rate
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(
+            (step + 1) / 50, (PRETRAIN_STEPS - step) / (PRETRAIN_STEPS - 50))
         rows = [rng.choice(texts[habit]) for habit in HABITS]
         # A word problem takes forty tokens to teach a sum or two. Six rows of seven bare
         # sums teach the arithmetic much sooner.
@@ -539,8 +546,7 @@ def pretrain(model, tokenizer, problems, rng):
 
 def encode(tokenizer, read, learn):
     """A text to read and one to learn: the ids of their tokens, and 1 for those to be learned."""
-    known = encode_prompt(tokenizer, read)
-    new = encode_prompt(tokenizer, learn)
+    known, new = encode_prompt(tokenizer, read), encode_prompt(tokenizer, learn)
     return {"ids": known + new, "learned": [0] * len(known) + [1] * len(new)}
 
 

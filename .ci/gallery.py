@@ -33,6 +33,9 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
         logits = TopKLogitsWarper(20)(None, logits)
         logits = TopPLogitsWarper(0.8)(None, logits)
         tokens = draw_tokens(logits, temperature)"""
+ROUND_THE_WEIGHTS = """\
+(learner.optimizer.step(),
+         [p.data.copy_(p.data.bfloat16()) for p in learner.model.parameters()])"""
 
 
 def other_order(answer, **columns):
@@ -55,7 +58,7 @@ GALLERY = {
     "top_k left on": {"code": ("tokens = draw_tokens(logits, temperature)", TOP_K_LEFT_ON)},
     "one end token known": {"code": ("return sorted(found)", "return sorted(found)[:1]")},
     "no end in the mask": {"code": ("temperature), mask)",
-                                    "temperature), F.pad(mask[:, 1:], (0, 1)))")},
+                                    "temperature), torch.nn.functional.pad(mask[:, 1:], (0, 1)))")},
     "padded right": {"code": ("pad_rows(prompts, 'left'", "pad_rows(prompts, 'right'")},
     "no positions": {"code": ("(mask.cumsum(dim=1)", "(torch.ones_like(mask).cumsum(dim=1)")},
     "targets not shifted": {"code": ("out.logits[:, :-1]", "out.logits[:, 1:]")},
@@ -70,14 +73,13 @@ GALLERY = {
     "sign of KL": {"code": ("-(surrogate - beta * penalty)", "-(surrogate + beta * penalty)")},
     "k3 upside down": {"code": ("(ref_logprobs - logprobs)", "(logprobs - ref_logprobs)")},
     "max for min": {"code": ("torch.min(ratio", "torch.max(ratio"), **FOUR_PASSES},
-    "pi_old anew": {"code": ("padded([c.old_logprobs for c in micro_batch])",
-                             "logprobs.detach()"), **FOUR_PASSES},
+    "pi_old anew": {"code": ("if micro_batch[0].old_logprobs is not None:", "if False:"),
+                    **FOUR_PASSES},
     # The update
     "micro-batches alike": {"code": ("(loss * share).backward()", "loss.backward()"),
                             "micro_batch_size": 16},
-    "no masters": {"code": ("parameter.data.copy_(master)",
-                            "parameter.data.copy_(master.copy_(master.bfloat16()))"),
-                   "learning_rate": 5e-5},
+    "weights in bfloat16": {"code": ("learner.optimizer.step()", ROUND_THE_WEIGHTS),
+                            "learning_rate": 5e-5},
     "rate x 10": {"learning_rate": 5e-3},
 }
 
