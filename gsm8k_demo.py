@@ -211,10 +211,10 @@ def read_flags():
         raise ValueError(f"{folder} holds a run or other files: name another --output, or --resume")
     elif not (typed.rehearsal or typed.model or typed.data or torch.cuda.is_available()):
         print("no CUDA GPU here, so this is the rehearsal: a tiny model that learns on the CPU.\n"
-              "The real run is slow on a CPU. With such flags, a step took 250 s on two cores:\n"
-              f"    --model {MODEL} --prompts_per_step 4 --beta 0\n"
-              "    --max_completion_length 256 --eval_questions 64\n"
-              "By default, a step has 8 times as many completions, of up to 512 tokens.")
+              "The real run is slow on a CPU. With these flags a step took 270 s on two cores:\n"
+              f"    --model {MODEL} --prompts_per_step 4\n"
+              "    --num_generations 4 --max_completion_length 256 --eval_questions 64\n"
+              "By default, a step has 16 times as many completions, of up to 512 tokens.")
         typed.rehearsal = True
     # The flags are read once more, with other defaults. What was typed wins over all of them.
     if typed.rehearsal or saved.get("rehearsal"):
