@@ -979,11 +979,11 @@ def update(learner, mini_batch):
 #     kl                      if it stays above 1, lower the learning rate, or raise beta
 #     sampler_gap             larger than section 8 says: sampling and training disagree
 #
-# A policy that has *collapsed* writes the same text again and again, often the cheapest one that
-# pays a little. Then the rewards of a group are equal, and they give no gradient. It shows in
-# several metrics at once: zero_variance_fraction is near 1, entropy is near 0, and reward_mean and
-# completion_length stand still, high or low. To repair it,
-# start again with a lower learning rate, a longer warm-up, or a reward that pays this text nothing.
+# A policy that has *collapsed* writes the same text again and again: often the cheapest one that
+# pays a little, or one that is always wrong. Then the rewards of a group are equal, and they give
+# no gradient. It shows in several metrics at once: zero_variance_fraction is near 1, entropy is
+# near 0, and reward_mean and completion_length stand still, high or low. To repair it, start again
+# with a lower learning rate, a longer warm-up, or a reward that pays this text nothing.
 def metrics_of(learner, updates):
     """The metrics of a step: a dict of finite numbers. With dynamic sampling, they are of the
     groups that are learned from (only `examples_seen` counts all that were sampled)."""
