@@ -845,7 +845,7 @@ def test_a_token_that_equals_the_filler_is_not_masked():
     "8,000 is not 000", "1234,567 is not 1234567", "3 4 is not 34", ".5 is not 0.5",
     "1e3 is not 1000", "nan is not 1", "1_000 is not 1000", "5.01 is not 5", "\u0663 is not 3",
     "5 is not -5", "--5 is not 5", ", is not 0", "60+3 is not 63", "1$2 is not 12", "1 is not x",
-    "63 is not ", "\\frac{1}{2} is not \\frac{1"])
+    "3,000,000.01 is not 3000000", "63 is not ", "\\frac{1}{2} is not \\frac{1"])
 def test_which_box_holds_which_answer(row):
     box, answer = re.split(" is not | is ", row)
     expected = 0.5 if " is not " in row else 1.5
