@@ -259,7 +259,7 @@ def load_gsm8k(folder=None):
         except Exception as error:  # several libraries raise errors of many kinds
             raise ValueError(f"cannot load {folder or 'openai/gsm8k'}: {part} data, row with index "
                              f"{len(examples)}: {error!r}. What works without a network: "
-                             "--rehearsal, or --model FOLDER --data FOLDER (train.jsonl, test.jsonl)")
+                             "--rehearsal, or --model and --data that name folders")
         parts.append(examples)
     return tuple(parts)
 
