@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT-0
 """What GRPO looks like when it is wrong: the rehearsal, trained with one mistake at a time.
 
-    python .ci/gallery.py                        all of them on three seeds, an hour
+    python .ci/gallery.py                        all of them on three seeds, half an hour
     python .ci/gallery.py healthy "box alone" --seeds 0 1
 
 Prints the accuracy on 256 held-out problems and some steps' figures; --out FILE keeps them all.
