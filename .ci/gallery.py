@@ -83,13 +83,6 @@ GALLERY = {
     "rate x 10": {"learning_rate": 5e-3},
 }
 
-# What shows at once: name, steps (with warmup_steps=2), a figure of the last one, and its range.
-LOUD = [
-    ("sign of loss", 5, "reward_mean", 0, 0.55), ("sampled at 0.6", 1, "sampler_gap", 0.005, 0.05),
-    ("box alone", 5, "zero_variance_fraction", 0.7, 1),
-    ("one end token known", 1, "truncated_fraction", 1, 1),
-    ("targets not shifted", 1, "sampler_gap", 5, 20)]
-
 
 def with_other_code(right, wrong):
     """grpo.py as another module, in which `wrong` stands wherever `right` stood."""
