@@ -1270,7 +1270,7 @@ def call_demo(demo, pretrained, monkeypatch, tmp_path):
     """Runs the demo with flags, in an empty folder, without a GPU, and with a copy of the
     rehearsal."""
     def call(flags):
-        monkeypatch.setattr(sys, "argv", ["gsm8k_demo.py", *shlex.split(flags)])
+        monkeypatch.setattr(sys, "argv", ["my code/gsm8k_demo.py", *shlex.split(flags)])
         demo.main()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "rehearsal", lambda seed: copy.deepcopy(pretrained))
@@ -1383,7 +1383,7 @@ def test_after_ctrl_c_the_printed_command_goes_on(function, call, call_demo, dem
         works = getattr(demo, function)
         patch.setattr(demo, function, fails_from_call(call, works, KeyboardInterrupt))
         call_demo(LONGER + "'a folder'")
-    _, command = capsys.readouterr().err.split("interrupted. To go on: python gsm8k_demo.py ")
+    _, command = capsys.readouterr().err.split("To go on: python 'my code/gsm8k_demo.py' ")
     call_demo(command)
     found, expected = (Path(name, "results.json") for name in ("a folder", "undisturbed"))
     assert found.read_text() == expected.read_text()
@@ -1395,7 +1395,7 @@ def test_out_of_memory_names_the_flag_and_the_command(function, flag, call_demo,
     with monkeypatch.context() as patch, raises(SystemExit, match="out of memory") as stopped:
         patch.setattr(grpo, function, Mock(side_effect=torch.OutOfMemoryError))
         call_demo(SHORT)
-    _, command = str(stopped.value).split("To go on: python gsm8k_demo.py ")
+    _, command = str(stopped.value).split("To go on: python 'my code/gsm8k_demo.py' ")
     assert command.endswith("--" + flag)
     call_demo(command)
 
