@@ -211,7 +211,7 @@ def read_flags():
         raise ValueError(f"{folder} holds a run or other files: name another --output, or --resume")
     elif not (typed.rehearsal or typed.model or typed.data or torch.cuda.is_available()):
         print("no CUDA GPU here, so this is the rehearsal: a tiny model that learns on the CPU.\n"
-              "The real run is slow on a CPU. On two cores, a 0.5B model took 270 s a step with\n"
+              "The real run is slow here: on two cores, a 0.5B model took 270 s for a step with\n"
               f"    --model {MODEL} --prompts_per_step 4\n"
               "    --num_generations 4 --max_completion_length 256 --eval_questions 64\n"
               "By default, a step has 16 times as many completions, of up to 512 tokens. An\n"
