@@ -222,7 +222,7 @@ def read_flags():
         parser.set_defaults(**REHEARSAL)
     parser.set_defaults(**saved)
     settings = vars(parser.parse_args()) | {"output": str(folder)}
-    settings["rehearsal"] |= typed.rehearsal
+    settings["rehearsal"] |= typed.rehearsal  # even after "--rehearsal False"
     # `train` refuses other settings, too, but only after the loading and the evaluation.
     for name, there in saved.items():
         if name not in MAY_CHANGE and settings[name] != there:
