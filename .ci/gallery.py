@@ -26,7 +26,7 @@ SETTINGS = {"steps": 40, "prompts_per_step": 16, "max_completion_length": CAP, "
             "learning_rate": 5e-4, "warmup_steps": 5, "micro_batch_size": 64}
 FOUR_PASSES = {"steps": 20, "num_iterations": 4, "learning_rate": 1e-3}
 FIGURES = ("reward_mean", "completion_length", "truncated_fraction", "kl", "entropy", "sampler_gap",
-           "ratio_max", "clip_fraction", "grad_norm", "zero_variance_fraction")
+           "clip_fraction", "grad_norm", "zero_variance_fraction")
 
 TOP_K_LEFT_ON = """\
 from transformers import TopKLogitsWarper, TopPLogitsWarper
@@ -34,8 +34,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
         logits = TopPLogitsWarper(0.8)(None, logits)
         tokens = draw_tokens(logits, temperature)"""
 ROUND_THE_WEIGHTS = """\
-(learner.optimizer.step(),
-         [p.data.copy_(p.data.bfloat16()) for p in learner.model.parameters()])"""
+(optimizer.step(), [p.data.copy_(p.data.bfloat16()) for p in model.parameters()])"""
 
 
 def other_order(answer, **columns):
@@ -56,29 +55,28 @@ GALLERY = {
     "sampled at 0.6": {"code": ("max_completion_length, config.temperature)",
                                 "max_completion_length, 0.6)")},
     "top_k left on": {"code": ("tokens = draw_tokens(logits, temperature)", TOP_K_LEFT_ON)},
-    "one end token known": {"code": ("return sorted(found)", "return sorted(found)[:1]")},
+    "one end token known": {"code": ("return found", "return {min(found)}")},
     "no end in the mask": {"code": ("temperature), mask)",
                                     "temperature), torch.nn.functional.pad(mask[:, 1:], (0, 1)))")},
     "padded right": {"code": ("pad_rows(prompts, 'left'", "pad_rows(prompts, 'right'")},
-    "no positions": {"code": ("(mask.cumsum(dim=1)", "(torch.ones_like(mask).cumsum(dim=1)")},
-    "targets not shifted": {"code": ("out.logits[:, :-1]", "out.logits[:, 1:]")},
+    "no positions": {"code": ("mask.long().cumsum(dim=1)", "torch.ones_like(mask).long().cumsum(dim=1)")},
+    "targets not shifted": {"code": ("out.logits[:, -completion_length - 1:-1]",
+                                     "out.logits[:, -completion_length:]")},
     "cap 16": {"max_completion_length": 16},
     # The reward and the advantages
     "other order": {"reward": other_order},
     "box alone": {"reward": box_alone},
-    "no baseline": {"code": ("(centered / scales[scale_rewards]).masked_fill(equal, 0.0)",
-                             "rewards")},
+    "no baseline": {"code": ("advantages.masked_fill(equal, 0.0)", "rewards")},
     # The loss
-    "sign of loss": {"code": ("-(surrogate - beta * penalty)", "surrogate + beta * penalty")},
-    "sign of KL": {"code": ("-(surrogate - beta * penalty)", "-(surrogate + beta * penalty)")},
+    "sign of loss": {"code": ("-average(surrogate - beta * kl", "average(surrogate + beta * kl")},
+    "sign of KL": {"code": ("surrogate - beta * kl", "surrogate + beta * kl")},
     "k3 upside down": {"code": ("(ref_logprobs - logprobs)", "(logprobs - ref_logprobs)")},
     "max for min": {"code": ("torch.min(ratio", "torch.max(ratio"), **FOUR_PASSES},
-    "pi_old anew": {"code": ("if micro_batch[0].old_logprobs is not None:", "if False:"),
-                    **FOUR_PASSES},
+    "pi_old renewed": {"code": ("if old is None:", "if True:"), **FOUR_PASSES},
     # The update
     "micro-batches alike": {"code": ("(loss * share).backward()", "loss.backward()"),
                             "micro_batch_size": 16},
-    "weights in bfloat16": {"code": ("learner.optimizer.step()", ROUND_THE_WEIGHTS),
+    "weights in bfloat16": {"code": ("optimizer.step()", ROUND_THE_WEIGHTS),
                             "learning_rate": 5e-5},
     "rate x 10": {"learning_rate": 5e-3},
 }
