@@ -6,7 +6,7 @@ was introduced in DeepSeekMath (arXiv:2402.03300). A language model reads a text
 probability to each possible next token, which is a word or a piece of one. What it writes after a
 prompt is a *completion*. GRPO lets the model write several completions of the same prompt, and a
 rule gives each of them a reward. Say the prompt is "John has 3 apples and buys 2 more. How many
-apples does he have?" The rule pays 0.5 for a result in a box, \boxed{...}, and 1 more if right:
+apples does he have?" The rule pays 0.5 for a result in a box, \boxed{...}, plus 1 if it is right:
 
     completion 1    3+2 = \boxed{5}      reward 1.5
     completion 2    \boxed{5}            reward 1.5
@@ -14,9 +14,9 @@ apples does he have?" The rule pays 0.5 for a result in a box, \boxed{...}, and 
     completion 4    3-2 = \boxed{1}      reward 0.5
 
 The mean is 1. Completions 1 and 2 earned more, so their tokens should become more likely. 3 and 4
-earned less, so theirs should become less likely. That is the whole idea. The rest is about how
-much, and when to stop. This example, *the apples*, will stay with us through all the mathematics.
-To keep the sums short, pretend that 1 and 4 have two tokens each, but 2 and 3 only one.
+earned less, so theirs should become less likely. That is the whole idea. The rest is about how far
+to push a token, and when to stop. This example, *the apples*, will stay with us throughout. To keep
+the sums short, pretend that completions 1 and 4 have two tokens each, but 2 and 3 only one.
 
 A language model is also called a *policy*, written pi. There are three of them:
 
@@ -40,9 +40,9 @@ One step of training, and the functions that do it:
 
 `train` (section 6) is this loop, but let us do the mathematics first. GRPO does more than make good
 tokens more likely and bad ones less likely. It does not push a token further once its probability
-has changed enough: in the equation below, the min and the clip see to that. And it keeps pi_theta
-near pi_ref, which is the job of beta * k3. For a prompt q, completion i has |o_i| tokens and earns
-the reward R_i. Its token number t is o_it, the tokens before that one are o_i,<t, and a bar means
+has changed enough: in the equation below, the min and the clip do this. And it keeps pi_theta near
+pi_ref, which is the job of beta * k3. For a prompt q, completion i has |o_i| tokens and earns the
+reward R_i. Its token number t is o_it, the tokens before that one are o_i,<t, and a bar means
 "given". GRPO maximises J, averaged over the prompts:
 
     J = mean over i of  1/|o_i| * sum over t of
@@ -56,8 +56,8 @@ clip(r, 1 - eps, 1 + eps) is r, kept between 1 - eps and 1 + eps. eps is 0.2, an
 Sections 1 to 3 explain one piece each: A, then the min and the clip, then k3.
 
 Shapes. B prompts with G completions each make N = B * G completions. A function that is given only
-some of them, such as a micro-batch, is given n. Their longest prompt has P tokens and their longest
-completion T. The vocabulary has V tokens. "Log-probs" are log-probabilities."""
+some of them, such as a micro-batch, is given n. The longest prompt of these has P tokens, and the
+longest completion T. The vocabulary has V tokens. "Log-probs" are log-probabilities."""
 
 import copy
 import json
@@ -95,8 +95,8 @@ def group_advantages(rewards, scale_rewards="group"):
     rewards = rewards.double()
     centered = rewards - rewards.mean(dim=-1, keepdim=True)  # (B, G)
     std = rewards.std(dim=-1, correction=0, keepdim=True)  # (B, 1)
-    # Rewards like 0.1 + 0.2 and 0.3 should be equal, but rounding makes them differ: in float32, by
-    # up to 1e-7 of the reward. Divided by as small a std, this would become an advantage of 1.
+    # In Python, 0.1 + 0.2 is not quite 0.3. Divided by an equally small std, the difference would
+    # become an advantage of 1. (In float32, rounding makes it up to 1e-7 of the reward.)
     equal = std <= 2e-7 * rewards.abs().amax(dim=-1, keepdim=True)  # (B, 1)
     advantages = centered / std if scale_rewards == "group" else centered
     return advantages.masked_fill(equal, 0.0).float()
@@ -134,7 +134,7 @@ def group_advantages(rewards, scale_rewards="group"):
 # One such b is the mean of the *other* rewards of the group. GRPO's mean also contains R_i itself,
 # but this only shrinks the difference to (G - 1)/G of its size. (For completion 1, the others' mean
 # is 2.5/3, and 1.5 - 1 is 3/4 of 1.5 - 2.5/3. Dividing by the std is less harmless: very easy and
-# very hard prompts have a small std, so they get more weight. Dr. GRPO, in section 11, does not.)
+# very hard prompts have a small std, so they get more weight. Dr. GRPO, section 11, leaves it out.)
 #
 # Why a ratio? Sampling is slow, so we may want several updates from the same completions. But after
 # the first update, pi_theta is no longer pi_old, the policy that drew the tokens. With A in place
@@ -145,7 +145,7 @@ def group_advantages(rewards, scale_rewards="group"):
 # r * A has the gradient r * A * grad log pi. At r = 1 this is A * grad log pi, as before.
 # (Strictly, a completion needs the product of all its ratios. But over 300 tokens this gets huge or
 # tiny, 1.01^300 is 19.8, and a few completions would outweigh all others. So we give each token its
-# own ratio alone. The others' are near 1 anyway, while pi_theta is near pi_old.)
+# own ratio alone. This is an approximation, which is good while pi_theta is near pi_old.)
 #
 # Why a clip? Once the model has changed a lot, what pi_old wrote says little about it. So when a
 # ratio has moved 20 % in the direction its advantage asks for, the min picks the clipped term, a
@@ -195,7 +195,7 @@ def k3_kl(logprobs, ref_logprobs):
     It is the third estimate in joschu.net/blog/kl-approx.html, hence the name. If we write x for
     log(pi_ref/pi_theta), it is e^x - x - 1. This is 0 at x = 0 and positive everywhere else,
     because e^x lies above its tangent 1 + x."""
-    # float32 overflows at e^89. Above e^50 the value stays the same here, and the gradient is 0.
+    # e^x overflows float32 at x = 89. So x stops at 50, well below. From there the gradient is 0.
     x = (ref_logprobs - logprobs).clamp(max=50)  # (n, T)
     return torch.expm1(x) - x  # expm1(x) is e^x - 1, but precise near 0
 
@@ -233,7 +233,7 @@ def k3_kl(logprobs, ref_logprobs):
 #                                            torch.where(mask, values, 0).sum() = 2
 def masked_mean(values, mask, dim=None):
     """Mean of `values` where `mask` is True (or 1), over `dim` or over all, or 0 if none is."""
-    mask = mask.bool()
+    mask = mask.bool().expand_as(values)
     return torch.where(mask, values, 0.0).sum(dim=dim) / mask.sum(dim=dim).clamp(min=1)
 
 
@@ -244,8 +244,8 @@ def average(per_token, mask, loss_type="grpo", max_completion_length=None):
 
         "grpo"     the mean over completions of the mean over their tokens: equation J. Section 2
                    leads to a plain sum, so the division by |o_i| is GRPO's own. With it, a long
-                   wrong answer costs less per token than a short one, so they may get longer
-        "dapo"     the mean over all tokens (arXiv:2503.14476). Each token counts the same
+                   wrong answer costs less per token than a short one, so wrong answers may grow
+        "dapo"     the mean over all tokens (of a group, in arXiv:2503.14476): all count the same
         "dr_grpo"  the sum over all tokens, divided by n * max_completion_length: a constant that
                    does not depend on the lengths (arXiv:2503.20783)"""
     if loss_type == "grpo":
@@ -270,8 +270,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     # torch would silently broadcast tensors of the wrong shape.
     shapes = [tuple(x.shape) for x in (logprobs, old_logprobs, ref_logprobs, mask)]
     if logprobs.dim() != 2 or len(set(shapes)) > 1 or advantages.shape != logprobs.shape[:1]:
-        raise ValueError(f"log-probs and mask must be (n, T), advantages (n,): {shapes}, "
-                         f"{tuple(advantages.shape)}")
+        raise ValueError(f"want (n, T), advantages (n,); got {shapes}, {tuple(advantages.shape)}")
     # `average` keeps the NaN of padding out of the value, but not out of the gradient: `backward`
     # multiplies by 0 there, and 0 times the gradient of exp at NaN is NaN. So we set padding to 0.
     padding = ~mask.bool()  # (n, T)
@@ -344,20 +343,21 @@ def train(model, tokenizer, dataset, reward_fn, config, after_step=None, output_
         name = "Qwen/Qwen2.5-0.5B-Instruct"
         model = AutoModelForCausalLM.from_pretrained(name, dtype="float32").to("cuda")
         tokenizer = AutoTokenizer.from_pretrained(name)
-        data = [{"prompt": f"{a} + {b} =", "right": str(a + b)} for a in range(9) for b in range(9)]
+        data = [{"prompt": f"{a} * 7 =", "right": str(a * 7)} for a in range(11, 99)]
         def reward(completions, right, **columns):  # 1 if the first word is the right number
             return [float(text.split()[:1] == [number]) for text, number in zip(completions, right)]
-        train(model, tokenizer, data, reward, GRPOConfig(steps=100), output_dir="runs/mine")
+        config = GRPOConfig(steps=50, max_completion_length=16)
+        train(model, tokenizer, data, reward, config, output_dir="runs/mine")
         model.save_pretrained("runs/mine")
         tokenizer.save_pretrained("runs/mine")
 
-    `dataset` is a datasets.Dataset or a list of dicts. Each has a `prompt` (a string, or a chat: a
-    list of messages) and what `reward_fn` needs. Section 8 shows how that is called. After each
-    step, `after_step(metrics, groups)` is called; `groups` is B lists of G `Completion`. Use it to
-    look at them, to add your own figures to the metrics, or to test the model on other prompts.
+    `dataset` is a datasets.Dataset or a list of dicts. Each row has a `prompt` (a string or a chat,
+    which is a list of messages) and what `reward_fn` needs. Section 8 shows how that is called.
+    After each step, `after_step(metrics, groups)` is called; groups are B lists of G `Completion`.
+    Use it to look at them, to add numbers to the metrics, or to test the model on other prompts.
     `output_dir` gets metrics.jsonl, with a line per step, and checkpoint.pt every `save_steps`
-    steps and at the end. The same call with resume=True goes on from the last checkpoint, does the
-    steps after it again with the same draws, and gives what an undisturbed run would have given."""
+    steps and at the end. The same call with resume=True continues from the last checkpoint. It
+    repeats the steps after it with the same draws: on a CPU, all ends the same to the last bit."""
     check_data(dataset, config)
     model.float()  # weights in bfloat16 would round most of the small steps away: section 10
     reference = copy.deepcopy(model).eval().requires_grad_(False) if config.beta > 0 else None
@@ -458,7 +458,6 @@ def train(model, tokenizer, dataset, reward_fn, config, after_step=None, output_
 
 
 # What to watch:
-#
 #     reward_mean             should rise
 #     zero_variance_fraction  groups of equal rewards, which teach nothing. Near 1, change prompts
 #     entropy                 minus the mean log-prob of the drawn tokens: how unsure the policy is
@@ -466,12 +465,12 @@ def train(model, tokenizer, dataset, reward_fn, config, after_step=None, output_
 #     kl                      mean k3 per token (0 at beta=0). Above 1, lower the learning rate
 #     clip_fraction           the share of tokens stopped by the clip, always 0 in a first update
 #     sampler_gap             if it is above 1e-4 in float32, or 0.1 in bfloat16, see section 7
-#     grad_norm               the gradient's norm. An update that was left out counts as 0
+#     grad_norm               the gradient's norm. A skipped update counts as 0
 #
-# A policy can *collapse*: it writes nearly the same text again and again, often the cheapest one
-# that pays. Then entropy is near 0, zero_variance_fraction near 1 and completion_length small or at
-# its limit. reward_mean may have risen before, but now it stands still, high or low. If so, start
-# again with a lower learning rate, a longer warm-up or a reward that does not pay for this text.
+# A policy can *collapse*: it writes nearly the same text again and again, often the easiest one
+# that is paid. Then entropy is near 0, zero_variance_fraction near 1, and completion_length small
+# or at its limit. reward_mean may have risen before, but now it stands still, high or low. If so,
+# start again with a lower learning rate, a longer warm-up or a reward that does not pay this text.
 
 
 def count_tokens(completions):
@@ -538,7 +537,7 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
     # Padded on the left, every prompt ends in the last column. We need only the logits there.
     ids, mask = pad_rows(prompts, "left", model.device)  # (B, P)
     out = forward(model, ids, mask, use_cache=True, logits_to_keep=1)
-    if getattr(out, "past_key_values", None) is None:  # Mamba has another kind of memory
+    if getattr(out, "past_key_values", None) is None:  # as in Mamba, for example
         raise ValueError(f"{type(model).__name__} has no past_key_values, which sampling needs")
     cache, logits = out.past_key_values, out.logits[:, -1]  # logits (B, V)
     # Copy each row G times. For B = 2 and G = 3, rows is [0, 0, 0, 1, 1, 1].
@@ -624,8 +623,7 @@ def chunks(items, size):
 # written, all rewards are 0 and nothing is learned. A model that is paid for boxes may box just
 # anything, and most rewards are then 0.5. This is "reward hacking": more reward without more skill.
 def rule_reward(completion, answer):
-    r"""1.5 if the last \boxed{...} holds the answer, 0.5 if it holds something else, 0.0 if it is
-    empty or missing.
+    r"""1.5 if the last \boxed{...} holds the answer, 0.5 for anything else in it, 0.0 for nothing.
 
     Box and answer are compared as strings, and as numbers, which may differ by less than 0.01. "72
     apples" is not 72, so let the prompt ask for the number only."""
@@ -659,7 +657,7 @@ def read_number(text):
     r"""The number in `text` as a float, or None. "1,000", "1{,}000", "$1000", "1000\%", "1000." and
     "1000.0" give 1000.0. "12,34", "3 4", ".5", "1e3" and "nan" give None."""
     text = re.sub(r"\\?[$%]", " ", text.replace("{,}", ",")).strip()
-    # A sign, 1,234,567 or digits, .digits, a sentence's full stop. float() takes "nan" and "1_000".
+    # A sign; 1,234,567 or digits; .digits; a full stop. float() alone would also accept "nan".
     pattern = r"[+-]?\s*([0-9]{1,3}(,[0-9]{3})+|[0-9]+)(\.[0-9]+)?\s*\.?"
     if not re.fullmatch(pattern, text):
         return None
@@ -730,13 +728,14 @@ def token_logprobs(model, input_ids, attention_mask, completion_length, temperat
 
 def forward(model, ids, mask, **more):
     """Run the model on `ids`. `mask` also has the columns that are in the cache."""
-    # A routine that PyTorch may use on a GPU, cuDNN's attention, has given NaN gradients with
-    # padding masks on an H100 (pytorch#196678). This switches it off, for the whole process.
+    # cuDNN's attention, which PyTorch may choose on a GPU, has given NaN gradients with padding
+    # masks on an H100 (pytorch#196678). This switches it off, for the whole process.
     torch.backends.cuda.enable_cudnn_sdp(False)
     # Each token is told its place in the text, 0, 1, 2 and so on, and padding must not count. While
     # sampling, `ids` is the newest column alone, but `mask` has all: so keep the last positions.
-    positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
-    return model(input_ids=ids, attention_mask=mask.long(),
+    mask = mask.long()
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    return model(input_ids=ids, attention_mask=mask,
                  position_ids=positions[:, -ids.shape[1] :], **more)
 
 
@@ -759,13 +758,13 @@ def setting(default, text):
 # numbers: the log-softmax and, in `backward`, two gradients. With 4 completions of 512 tokens and
 # Qwen's V = 151,936, these take 3.7 GB. If the update runs out of memory, lower micro_batch_size
 # (the gradient stays the same) or set beta=0. If sampling does, lower sampling_batch_size: the
-# cache takes 25 kB per token for Qwen2.5-0.5B. Gradient checkpointing has no effect in eval mode.
+# cache, in float32, takes 25 kB per token of Qwen2.5-0.5B. (Gradient checkpointing has no effect.)
 @dataclass
 class GRPOConfig:
     """Every setting of `train`, mostly under TRL's names."""
     num_generations: int = setting(8, "G, completions per prompt; 4 is few, 16 is comfortable")
     prompts_per_step: int = setting(32, "B, prompts per step")
-    sampling_batch_size: int = setting(256, "completions sampled at once (at least a group)")
+    sampling_batch_size: int = setting(256, "completions sampled at once; never less than a group")
     max_completion_length: int = setting(512, "tokens at which a completion is cut off")
     temperature: float = setting(1.0, "divides the logits; lower: less varied")
     scale_rewards: str = setting("group", "group, or none: do not divide by the std")
@@ -791,10 +790,11 @@ class GRPOConfig:
         least = {"num_generations": 2, "warmup_steps": 0, "seed": 0, "learning_rate": 0, "beta": 0,
                  "epsilon": 0, "epsilon_high": 0, "temperature": 1e-6, "max_grad_norm": 1e-6}
         for name, value in vars(self).items():
-            default = getattr(type(self), name)  # whole numbers have a whole default
+            default = getattr(type(self), name)
             if name in ("loss_type", "scale_rewards", "bf16") or value is default:
                 continue
-            whole, low = isinstance(default, int), least.get(name, 1)
+            whole = isinstance(default, int)  # where 8 is the default, 8.5 cannot be
+            low = least.get(name, 1)
             if not (isinstance(value, Integral if whole else Real) and low <= value < math.inf):
                 raise ValueError(f"{name} is {value!r}, and must be {'a whole' if whole else 'a'} "
                                  f"number, at least {low}")
@@ -816,7 +816,7 @@ def autocast(model, bf16=None):
     """In `with autocast(model):`, the model multiplies its matrices in bfloat16, if the GPU can."""
     # GPUs multiply bfloat16, a number format of 16 bits, several times as fast as float32. But the
     # weights themselves must stay in float32: an optimizer step moves a weight by about 0.000001,
-    # and near 0.02, where the numbers of bfloat16 lie 0.00012 apart, it would be rounded away.
+    # and near 0.02, where bfloat16 numbers are 0.00012 apart, it would be rounded away.
     # Inside the `with`, trained weights are copied to bfloat16 once, and the copies stay until its
     # end. So the `with` must end before the weights change, as it does in `train`.
     device = model.device.type
@@ -887,10 +887,10 @@ def open_run(folder, resume, config, model, reference, optimizer):
 #            num_iterations=2 or more, since the clip does nothing in a first update.
 #
 # DAPO       loss_type="dapo", beta=0, num_iterations=2 (for the clip, again), epsilon_high=0.28: an
-#            unlikely token of 0.01 may now rise to 0.0128. (One of 0.9 never comes near its limit.)
-#            Long completions earn less (arXiv:2503.14476, equation 13), here in the last 64 tokens
-#            before limit = max_completion_length. A reward function adds this to each reward, with
-#            ids from completion_ids. (Left out: to sample until no group has equal rewards.)
+#            unlikely token of 0.01 may now rise to 0.0128. (One of 0.9 never gets to its 1.152.)
+#            Completions that end in the last 64 tokens before the limit lose up to 1 (equation 13
+#            of arXiv:2503.14476): a reward function adds this, with ids from completion_ids and
+#            limit = max_completion_length. (Left out: new prompts for groups of equal rewards.)
 #                def overlong_penalty(ids, limit):
 #                    return max(-1.0, min(0.0, (limit - 64 - len(ids)) / 64))
 #
@@ -898,7 +898,7 @@ def open_run(folder, resume, config, model, reference, optimizer):
 #            It moves much less than a single ratio, hence epsilon=3e-4 and epsilon_high=4e-4, with
 #            num_iterations=2. All else stays. In `grpo_loss`, the line `ratio = ...` becomes
 #                log_ratio = masked_mean(logprobs - old_logprobs, mask, dim=1)  # (n,)
-#                ratio = log_ratio.exp().unsqueeze(1).expand_as(logprobs)  # (n, T)
+#                ratio = log_ratio.clamp(max=50).exp().unsqueeze(1).expand_as(logprobs)  # (n, T)
 #
 # TRL's KL   Section 3 assumes that pi_theta drew the tokens. After a first update, this is not
 #            so: pi_old did. So TRL 1.16 multiplies k3 by the ratio. The line `loss = ...` becomes
