@@ -103,6 +103,7 @@ def group_advantages(rewards, scale_rewards="group"):
 
 
 # The apples: R = [1.5, 1.5, 0.5, 0.5] has mean 1 and std 0.5, so A = [+1, +1, -1, -1].
+#
 # Some prompts are so easy or so hard that all completions of the group earn the same. Then all its
 # advantages are 0 and its rewards teach nothing: only the KL penalty (section 3) acts on its
 # tokens. The loss is still divided by the number of all completions, these included.
@@ -271,15 +272,12 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     shapes = [tuple(x.shape) for x in (logprobs, old_logprobs, ref_logprobs, mask)]
     if logprobs.dim() != 2 or len(set(shapes)) > 1 or advantages.shape != logprobs.shape[:1]:
         raise ValueError(f"want (n, T), advantages (n,); got {shapes}, {tuple(advantages.shape)}")
-    # `average` keeps the NaN of padding out of the value, but not out of the gradient: `backward`
-    # multiplies by 0 there, and 0 times the gradient of exp at NaN is NaN. So we set padding to 0.
-    padding = ~mask.bool()  # (n, T)
-    logprobs = logprobs.masked_fill(padding, 0.0)
-    old_logprobs = old_logprobs.detach().masked_fill(padding, 0.0)  # detach: pi_old is a constant
-    ref_logprobs = ref_logprobs.detach().masked_fill(padding, 0.0)
-    ratio = (logprobs - old_logprobs).clamp(max=50).exp()  # (n, T) r. 50: as in k3_kl
+    # detach: pi_old and pi_ref are constants. The clamp keeps e^x finite, as in k3_kl. Its gradient
+    # is 0 where padding holds NaN. (The torch.where in `average` keeps NaN out of the value only:
+    # `backward` would multiply its 0 by the gradient of exp at NaN, and 0 * NaN is NaN.)
+    ratio = (logprobs - old_logprobs.detach()).clamp(max=50).exp()  # (n, T) r
     surrogate = clipped_surrogate(ratio, advantages, epsilon, epsilon_high)  # (n, T)
-    kl = k3_kl(logprobs, ref_logprobs)  # (n, T)
+    kl = k3_kl(logprobs, ref_logprobs.detach())  # (n, T)
     # Optimizers minimise, so the loss is -J.
     loss = -average(surrogate - beta * kl, mask, loss_type, max_completion_length)
     clipped = surrogate < ratio * advantages.unsqueeze(1)  # (n, T) where the min took the clip
@@ -458,6 +456,7 @@ def train(model, tokenizer, dataset, reward_fn, config, after_step=None, output_
 
 
 # What to watch:
+#
 #     reward_mean             should rise
 #     zero_variance_fraction  groups of equal rewards, which teach nothing. Near 1, change prompts
 #     entropy                 minus the mean log-prob of the drawn tokens: how unsure the policy is
@@ -711,8 +710,9 @@ def compute_logprobs(model, completions, temperature=1.0):
     """Log-probs (n, T) of the tokens of n completions, and the bool mask (n, T) of real tokens."""
     prompt_ids, prompt_mask = pad_rows([c.prompt_ids for c in completions], "left", model.device)
     ids, mask = pad_rows([c.ids for c in completions], "right", model.device)  # (n, T)
-    return token_logprobs(model, torch.cat([prompt_ids, ids], dim=1),  # (n, P + T)
-                          torch.cat([prompt_mask, mask], dim=1), ids.shape[1], temperature), mask
+    logprobs = token_logprobs(model, torch.cat([prompt_ids, ids], dim=1),  # (n, P + T)
+                              torch.cat([prompt_mask, mask], dim=1), ids.shape[1], temperature)
+    return logprobs, mask
 
 
 def token_logprobs(model, input_ids, attention_mask, completion_length, temperature=1.0):
