@@ -272,9 +272,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     shapes = [tuple(x.shape) for x in (logprobs, old_logprobs, ref_logprobs, mask)]
     if logprobs.dim() != 2 or len(set(shapes)) > 1 or advantages.shape != logprobs.shape[:1]:
         raise ValueError(f"want (n, T), advantages (n,); got {shapes}, {tuple(advantages.shape)}")
-    # detach: pi_old and pi_ref are constants. The clamp keeps e^x finite, as in k3_kl. Its gradient
-    # is 0 where padding holds NaN. (The torch.where in `average` keeps NaN out of the value only:
-    # `backward` would multiply its 0 by the gradient of exp at NaN, and 0 * NaN is NaN.)
+    # detach: pi_old and pi_ref are constants. The clamp keeps e^x finite, and gives NaN at padding
+    # the gradient 0: without it, `backward` would multiply the 0 of torch.where by exp(NaN).
     ratio = (logprobs - old_logprobs.detach()).clamp(max=50).exp()  # (n, T) r
     surrogate = clipped_surrogate(ratio, advantages, epsilon, epsilon_high)  # (n, T)
     kl = k3_kl(logprobs, ref_logprobs.detach())  # (n, T)
@@ -456,7 +455,6 @@ def train(model, tokenizer, dataset, reward_fn, config, after_step=None, output_
 
 
 # What to watch:
-#
 #     reward_mean             should rise
 #     zero_variance_fraction  groups of equal rewards, which teach nothing. Near 1, change prompts
 #     entropy                 minus the mean log-prob of the drawn tokens: how unsure the policy is
@@ -787,6 +785,8 @@ class GRPOConfig:
             raise ValueError(f"loss_type is {self.loss_type!r}, not grpo, dapo or dr_grpo")
         if self.scale_rewards not in ("group", "none"):
             raise ValueError(f"scale_rewards is {self.scale_rewards!r}, not group or none")
+        if self.bf16 not in (None, True, False):
+            raise ValueError(f"bf16 is {self.bf16!r}, not True, False or None")
         least = {"num_generations": 2, "warmup_steps": 0, "seed": 0, "learning_rate": 0, "beta": 0,
                  "epsilon": 0, "epsilon_high": 0, "temperature": 1e-6, "max_grad_norm": 1e-6}
         for name, value in vars(self).items():
