@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT-0
 r"""The tests of grpo.py and gsm8k_demo.py. They run offline, on the CPU: python -m pytest -q
 
-First come the apples as grpo.py has them, then the numbers and loss functions of documents about
-GRPO, then grpo.py nearly in its order, the demo and the README."""
+First the apples, then numbers and losses of documents on GRPO, then grpo.py, demo and README."""
 
 import copy
 import importlib
@@ -172,8 +171,7 @@ PRINTED = {  # where, the call, and the number
         rule_reward("Let me calculate step by step:\n- John starts with 15 apples.\n- He gives 3 "
                     "to Mary: 15 - 3 = 12.\n- He gives 5 more to Kevin: 12 - 5 = 7.\n- Therefore 7 "
                     "apples are left.\n\\boxed{7}", "7")], [1.5, 0.5, 1.5, 1.5]),
-    # The right ones of the eight answers earn 1.5, and the wrong ones 0.5.
-    # Printed: -1.2, 0.1, 0.8, 0.1, 1.5, 0.1, -0.3, 0.6. Its 1.5 is for the wrong 15
+    # 7 is right, and earns 1.5. Printed: -1.2, 0.1, 0.8, 0.1, 1.5 (for the 15), 0.1, -0.3, 0.6
     "Hands-on, 9.3.3: 3 7 12 7 15 7 8 10": (
         lambda: group_advantages(tensor([0.5, 1.5, 0.5, 1.5, 0.5, 1.5, 0.5, 0.5])),
         [-0.774597, 1.290994] * 3 + [-0.774597] * 2),
@@ -425,7 +423,7 @@ def watch(model):
     dict(num_iterations=2, epsilon=0.01), dict(num_iterations=2, epsilon=0.01, epsilon_high=0.5),
     dict(scale_rewards="none"), dict(max_grad_norm=1e9)], ids=str)
 def test_two_steps_are_the_slow_steps(settings):
-    """The model comes in bfloat16 and with dropout. In step 2, pi_ref is that from before step 1."""
+    """The model comes in bfloat16, with dropout. In step 2, pi_ref is that from before step 1."""
     model, slow, reference = (tiny_model("gpt2").bfloat16() for _ in range(3))
     slow, reference, start = slow.float().eval(), reference.float().eval(), weights_of(slow)
     config = GRPOConfig(max_completion_length=6, **settings)
@@ -445,7 +443,8 @@ def test_two_steps_are_the_slow_steps(settings):
             logprobs = [slow_logprobs(slow, c, 0.8) for c in sum(groups, [])]
             loss = slow_loss(logprobs, old, ref, advantages.flatten(), **of_loss)
             loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(slow.parameters(), config.max_grad_norm)
+            limit = settings.get("max_grad_norm", 1.0)
+            norm = torch.nn.utils.clip_grad_norm_(slow.parameters(), limit)
             found.append([loss.item(), norm.item()])
             optimizer.step()
             optimizer.zero_grad()
@@ -499,9 +498,10 @@ def test_each_step_of_each_seed_draws_its_own_examples_and_tokens():
             tokens.update(tuple(c.ids) for c in sum(groups, []))
     assert len(examples) == 4 and len(tokens) == 24
 
-def test_the_rate_rises_and_falls():
-    history = run_small(tiny_model(), learning_rate=0.06, warmup_steps=2, steps=4)
-    assert [metrics["learning_rate"] for metrics in history] == approx([0.03, 0.06, 0.04, 0.02])
+@parametrize("steps, rates", [(1, [0.06, 0.045, 0.03, 0.015]), (2, [0.03, 0.06, 0.04, 0.02])])
+def test_the_rate_rises_and_falls(steps, rates):
+    history = run_small(tiny_model(), learning_rate=0.06, warmup_steps=steps, steps=4)
+    assert [metrics["learning_rate"] for metrics in history] == approx(rates)
 
 def test_six_metrics_of_a_step_by_hand():
     """Logits are doubled in sampling, as at temperature 0.5, so there is a sampler_gap."""
@@ -509,8 +509,7 @@ def test_six_metrics_of_a_step_by_hand():
         output.logits.mul_(2 if inputs["use_cache"] else 1)
     model = tiny_model()
     model.register_forward_hook(double, with_kwargs=True)
-    [(metrics, groups, _)] = steps_of(
-        model, steps=1, reward=lambda **columns: [1, 1, 1, 1, 0, 1, 2, 3, 0, 0, 0, 1])
+    [(metrics, groups, _)] = steps_of(model, steps=1, reward=lambda **columns: 4 * [1] + 4 * [0, 1])
     completions = sum(groups, [])
     drawn, trained = (torch.cat([slow_logprobs(tiny_model(), c, temperature) for c in completions])
                       for temperature in (0.5, 1))
@@ -520,6 +519,7 @@ def test_six_metrics_of_a_step_by_hand():
         "zero_variance_fraction")
     ] == approx([sum(c.reward for c in completions) / 12, -drawn.mean().item(), len(drawn) / 12,
                  len(cut) / 12, gap.item(), 1 / 3], rel=1e-4)
+    assert all(0 < metrics[f"{part}_seconds"] < 60 for part in ("sample", "reward", "update"))
 
 # ---- 7 and 9. Sampling, and log-probs ------------------------------------------------------------
 def test_a_completion_ends_with_its_first_end_token_or_is_cut_off():
@@ -554,9 +554,9 @@ def test_tokens_are_drawn_from_the_softmax_and_nothing_else():
 def test_sampling_and_training_compute_what_the_slow_way_computes(family, settings):
     """Texts are longer than windows. Models come in train mode, in which GPT-2 has dropout."""
     model = tiny_model(family, **settings)
-    completions = sum(sample_groups(model, tiny_tokenizer(), PROMPTS, 4, 8, 0.7), [])
-    padded, mask = compute_logprobs(model, completions, temperature=0.7)
-    slow = torch.cat([slow_logprobs(model, c, 0.7) for c in completions])
+    completions = sum(sample_groups(model, tiny_tokenizer(), PROMPTS, 4, 8), [])
+    padded, mask = compute_logprobs(model, completions)
+    slow = torch.cat([slow_logprobs(model, c) for c in completions])
     for found in (tensor(sum([c.sampler_logprobs for c in completions], [])), padded[mask]):
         assert_close(found, slow, atol=3e-5, rtol=0)
 
