@@ -443,8 +443,7 @@ def test_two_steps_are_the_slow_steps(settings):
             logprobs = [slow_logprobs(slow, c, 0.8) for c in sum(groups, [])]
             loss = slow_loss(logprobs, old, ref, advantages.flatten(), **of_loss)
             loss.backward()
-            limit = settings.get("max_grad_norm", 1.0)
-            norm = torch.nn.utils.clip_grad_norm_(slow.parameters(), limit)
+            norm = torch.nn.utils.clip_grad_norm_(slow.parameters(), config.max_grad_norm)
             found.append([loss.item(), norm.item()])
             optimizer.step()
             optimizer.zero_grad()
