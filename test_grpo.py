@@ -523,7 +523,7 @@ def test_six_metrics_of_a_step_by_hand():
 # ---- 7 and 9. Sampling, and log-probs ------------------------------------------------------------
 def test_a_completion_ends_with_its_first_end_token_or_is_cut_off():
     chat = {"prompt": [{"role": "user", "content": "b"}]}  # becomes u b 36 a, by the template
-    completions = sum(sample_groups(tiny_model(), tiny_tokenizer(), [*PROMPTS, chat], 90, 8), [])
+    completions = sum(sample_groups(tiny_model(), tiny_tokenizer(), [*PROMPTS, chat], 400, 8), [])
     assert completions[-1].prompt_ids == [20, 1, 36, 0]
     for c in completions:
         assert max(c.ids[:-1], default=0) < 36 and c.truncated == (c.ids[-1] < 36)
