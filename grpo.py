@@ -340,11 +340,11 @@ def train(model, tokenizer, dataset, reward_fn, config, after_step=None, output_
         name = "Qwen/Qwen2.5-0.5B-Instruct"
         model = AutoModelForCausalLM.from_pretrained(name, dtype="float32").to("cuda")
         tokenizer = AutoTokenizer.from_pretrained(name)
-        data = [{"prompt": f"{a} * 7 =", "right": str(a * 7)} for a in range(11, 99)]
-        def reward(completions, right, **columns):  # 1 if the first word is the right number
-            return [float(text.split()[:1] == [number]) for text, number in zip(completions, right)]
-        config = GRPOConfig(steps=50, max_completion_length=16)
-        train(model, tokenizer, data, reward, config, output_dir="runs/mine")
+        data = [{"prompt": [{"role": "user", "content": f"In one short line: what is {a} * 7?"}],
+                 "right": str(a * 7)} for a in range(11, 99)]
+        def reward(completions, right, **columns):  # 1 if the answer contains the right number
+            return [float(r in chat[-1]["content"]) for chat, r in zip(completions, right)]
+        train(model, tokenizer, data, reward, GRPOConfig(steps=50), output_dir="runs/mine")
         model.save_pretrained("runs/mine")
         tokenizer.save_pretrained("runs/mine")
 
