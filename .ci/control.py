@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT-0
 """What the untrained model of README.md's sums.py scores if it is only prompted in other words.
 
-    python .ci/control.py [MODEL]        16 minutes on two cores with bfloat16 units
+    python .ci/control.py [MODEL]
 
 Greedy, in bfloat16, on the 100 test problems of sums.py, with at most 256 tokens (64 where a short
 line is asked for). A completion is right if its last number is.
