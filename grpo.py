@@ -772,7 +772,7 @@ class GRPOConfig:
     loss_type: str = setting("grpo", "how to average over tokens: grpo, dapo or dr_grpo")
     num_iterations: int = setting(1, "updates per step, each with all completions of the step")
     micro_batch_size: int = setting(4, "completions in one forward and backward pass")
-    learning_rate: float = setting(1e-6, "its peak; 1e-6 to 5e-6 for half a billion weights")
+    learning_rate: float = setting(1e-6, "its peak; 1e-5 was too large for half a billion weights")
     warmup_steps: int = setting(10, "steps in which it rises to the peak; then it falls towards 0")
     max_grad_norm: float = setting(1.0, "a gradient with a larger norm is scaled to this norm")
     steps: int = setting(300, "steps of sampling and learning")
