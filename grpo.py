@@ -501,9 +501,8 @@ def step_metrics(parts, norms):
 #
 # `sample_groups` does this for many completions at once, and computes nothing twice.
 #
-# The cache. A token looks only at earlier tokens, so what the layers compute for it does not change
-# when more tokens follow. We keep it in tensors with one row per completion, which transformers
-# calls `past_key_values`. Each forward pass then reads only one new token per completion.
+# The cache. A token looks only at earlier tokens, so what the layers compute for it stays the same.
+# We keep it, a row per completion. So each forward pass reads only one new token per completion.
 #
 # `cache.reorder_cache(rows)` replaces each tensor x by x[rows]. It can copy rows: a group's prompt
 # is read once, and its row copied G times. And it can drop rows: a completion that has ended leaves
@@ -534,9 +533,11 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
     # Padded on the left, every prompt ends in the last column. We need only the logits there.
     ids, mask = pad_rows(prompts, "left", model.device)  # (B, P)
     out = forward(model, ids, mask, use_cache=True, logits_to_keep=1)
-    if getattr(out, "past_key_values", None) is None:  # as in Mamba, for example
-        raise ValueError(f"{type(model).__name__} has no past_key_values, which sampling needs")
-    cache, logits = out.past_key_values, out.logits[:, -1]  # logits (B, V)
+    name = "cache" if "cache" in out else "past_key_values"  # its name before transformers 5.24
+    if out.get(name) is None:
+        raise ValueError(f"{type(model).__name__} has no attention cache, which sampling needs")
+    cache, logits = out[name], out.logits[:, -1]  # logits (B, V)
+    cache.get_seq_length()  # an error for a model without attention layers, such as Mamba
     # Copy each row G times. For B = 2 and G = 3, rows is [0, 0, 0, 1, 1, 1].
     rows = torch.arange(len(prompts), device=model.device).repeat_interleave(num_generations)
     cache.reorder_cache(rows)
@@ -559,8 +560,8 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
             cache.reorder_cache(kept)
             tokens, mask = tokens[kept], mask[kept]
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)  # (n, P + t + 1)
-        out = forward(model, tokens.unsqueeze(1), mask, past_key_values=cache, use_cache=True)
-        cache, logits = out.past_key_values, out.logits[:, -1]  # logits (n, V)
+        out = forward(model, tokens.unsqueeze(1), mask, use_cache=True, **{name: cache})
+        logits = out.logits[:, -1]  # (n, V); the new column is in the cache
     for completion in completions:
         completion.truncated = completion.ids[-1] not in end_ids
         completion.text = tokenizer.decode(completion.ids, skip_special_tokens=True)
@@ -702,8 +703,7 @@ def grade(reward_fn, completions):
 #     row 1  mask        0  0  1    1  1  0     1 at real tokens
 #     row 1  positions   0  0  0    1  2  2     counted over real tokens; unused at dots
 #
-# The logits in one column predict the token in the next. So we get the log-probs of the tokens in
-# columns 3 to 5 from the logits of columns 2 to 4.
+# The logits in one column predict the token in the next: columns 2 to 4 predict those in 3 to 5.
 def compute_logprobs(model, completions, temperature=1.0):
     """Log-probs (n, T) of the tokens of n completions, and the bool mask (n, T) of real tokens."""
     prompt_ids, prompt_mask = pad_rows([c.prompt_ids for c in completions], "left", model.device)
