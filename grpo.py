@@ -502,7 +502,7 @@ def step_metrics(parts, norms):
 # `sample_groups` does this for many completions at once, and computes nothing twice.
 #
 # The cache. A token looks only at earlier tokens, so what the layers compute for it stays the same.
-# We keep it, a row per completion. So each forward pass reads only one new token per completion.
+# We keep it in tensors, a row per completion, so each forward pass reads one new token for each.
 #
 # `cache.reorder_cache(rows)` replaces each tensor x by x[rows]. It can copy rows: a group's prompt
 # is read once, and its row copied G times. And it can drop rows: a completion that has ended leaves
