@@ -36,7 +36,7 @@ One step of training, and the functions that do it:
         compute its tokens' log-probabilities under pi_theta         compute_logprobs  9
         turn them into one number, the loss                          grpo_loss         2 to 5
         loss.backward()
-    take a step with the optimizer
+    let the optimizer move the weights: one update
 
 `train` (section 6) is this loop, but let us do the mathematics first. GRPO does more than make good
 tokens more likely and bad ones less likely. It does not push a token further once its probability
@@ -55,8 +55,8 @@ reward R_i. Its token number t is o_it, the tokens before that one are o_i,<t, a
 clip(r, 1 - eps, 1 + eps) is r, kept between 1 - eps and 1 + eps. eps is 0.2, and beta is 0.04.
 Sections 1 to 3 explain one piece each: A, then the min and the clip, then k3.
 
-Shapes. B prompts with G completions each make N = B * G completions. A function that is given only
-some of them, such as a micro-batch, is given n. The longest prompt of these has P tokens, and the
+Shapes. B prompts with G completions each make N = B * G completions. Where a tensor holds only some
+of them, say a micro-batch, their number is n. The longest prompt of these has P tokens, and the
 longest completion T. The vocabulary has V tokens. "Log-probs" are log-probabilities."""
 
 import copy
@@ -83,11 +83,11 @@ from transformers import set_seed
 # it samples a group of completions for the same prompt and takes the mean of their rewards. It also
 # divides by the group's standard deviation (std), so that the unit of the reward does not matter.
 def group_advantages(rewards, scale_rewards="group"):
-    """A_i = (R_i - mean(R)) / std(R) in each group: (B, G) -> float32 (B, G).
+    """A_i = (R_i - mean(R)) / std(R) in each group: (B, G) or (G,) -> the same shape, float32.
 
     `scale_rewards` is "group", or "none" to leave out the std (section 2 says why you might). If
-    all rewards of a group are equal, its advantages are exactly 0. The std divides by G. With
-    torch's default, G - 1, advantages would be 6.5 % smaller at G = 8."""
+    all rewards of a group are equal, up to rounding, its advantages are exactly 0. The std divides
+    by G. With torch's default, G - 1, advantages would be 6.5 % smaller at G = 8."""
     if scale_rewards not in ("group", "none"):
         raise ValueError(f"scale_rewards is {scale_rewards!r}, not 'group' or 'none'")
     if rewards.shape[-1] < 2:
@@ -96,7 +96,7 @@ def group_advantages(rewards, scale_rewards="group"):
     centered = rewards - rewards.mean(dim=-1, keepdim=True)  # (B, G)
     std = rewards.std(dim=-1, correction=0, keepdim=True)  # (B, 1)
     # In Python, 0.1 + 0.2 is not quite 0.3. Divided by an equally small std, the difference would
-    # become an advantage of 1. (In float32, rounding makes it up to 1e-7 of the reward.)
+    # become an advantage of 1. So a std below 2e-7 of the largest reward counts as 0.
     equal = std <= 2e-7 * rewards.abs().amax(dim=-1, keepdim=True)  # (B, 1)
     advantages = centered / std if scale_rewards == "group" else centered
     return advantages.masked_fill(equal, 0.0).float()
@@ -272,8 +272,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     shapes = [tuple(x.shape) for x in (logprobs, old_logprobs, ref_logprobs, mask)]
     if logprobs.dim() != 2 or len(set(shapes)) > 1 or advantages.shape != logprobs.shape[:1]:
         raise ValueError(f"want (n, T), advantages (n,); got {shapes}, {tuple(advantages.shape)}")
-    # detach: pi_old and pi_ref are constants. The clamp keeps e^x finite, and gives NaN at padding
-    # the gradient 0: without it, `backward` would multiply the 0 of torch.where by exp(NaN).
+    # detach: pi_old and pi_ref are constants. The clamp keeps the ratio finite. And where padding
+    # is NaN, `backward` computes 0 * exp(NaN), which is NaN, and the clamp makes this gradient 0.
     ratio = (logprobs - old_logprobs.detach()).clamp(max=50).exp()  # (n, T) r
     surrogate = clipped_surrogate(ratio, advantages, epsilon, epsilon_high)  # (n, T)
     kl = k3_kl(logprobs, ref_logprobs.detach())  # (n, T)
@@ -342,7 +342,7 @@ def train(model, tokenizer, dataset, reward_fn, config, after_step=None, output_
         tokenizer = AutoTokenizer.from_pretrained(name)
         data = [{"prompt": [{"role": "user", "content": f"In one short line: what is {a} * 7?"}],
                  "right": str(a * 7)} for a in range(11, 99)]
-        def reward(completions, right, **columns):  # 1 if the answer contains the right number
+        def reward(completions, right, **columns):  # 1 if the right digits are in the answer
             return [float(r in chat[-1]["content"]) for chat, r in zip(completions, right)]
         train(model, tokenizer, data, reward, GRPOConfig(steps=50), output_dir="runs/mine")
         model.save_pretrained("runs/mine")
@@ -353,8 +353,8 @@ def train(model, tokenizer, dataset, reward_fn, config, after_step=None, output_
     After each step, `after_step(metrics, groups)` is called; groups are B lists of G `Completion`.
     Use it to look at them, to add numbers to the metrics, or to test the model on other prompts.
     `output_dir` gets metrics.jsonl, with a line per step, and checkpoint.pt every `save_steps`
-    steps and at the end. The same call with resume=True continues from the last checkpoint. It
-    repeats the steps after it with the same draws: on a CPU, all ends the same to the last bit."""
+    steps and at the end. The same call with resume=True continues from the last checkpoint. The
+    steps after it are repeated with the same draws: on a CPU, the weights end bit for bit equal."""
     check_data(dataset, config)
     model.float()  # weights in bfloat16 would round most of the small steps away: section 10
     reference = copy.deepcopy(model).eval().requires_grad_(False) if config.beta > 0 else None
@@ -518,8 +518,8 @@ def step_metrics(parts, norms):
 # 1.1. If one of these stays on, we draw tokens from one distribution and compute the loss of
 # another. To notice this, `train` compares the log-probs of sampling with those that section 9
 # computes for the same tokens. It logs their mean absolute difference as sampler_gap: about 1e-6 in
-# float32, up to a few hundredths in bfloat16. If yours is larger, look at the temperature and at
-# section 9. (The ratio cannot show it: both pi_theta and pi_old come from section 9.)
+# float32, up to a few hundredths in bfloat16. If yours is much larger, look at the temperature and
+# at section 9. (A top_k inside `draw_tokens` would be missed: the log-probs here are those before.)
 @torch.no_grad()
 def sample_groups(model, tokenizer, examples, num_generations, max_completion_length,
                   temperature=1.0):
@@ -615,7 +615,7 @@ def chunks(items, size):
 
 
 # ---- 8. The reward -----------------------------------------------------------------------
-# Where we know the right answer, a rule can give the reward, and no second network has to guess it.
+# Where we know the right answer, a rule can give the reward, and no network has to guess it.
 # The rule must accept every text, since a model in training writes anything. A right number without
 # a box earns 0, as it may be there by accident. So the prompt must ask for a box: if none is ever
 # written, all rewards are 0 and nothing is learned. A model that is paid for boxes may box just
@@ -756,7 +756,7 @@ def setting(default, text):
 # numbers: the log-softmax and, in `backward`, two gradients. With 4 completions of 512 tokens and
 # Qwen's V = 151,936, these take 3.7 GB. If the update runs out of memory, lower micro_batch_size
 # (the gradient stays the same) or set beta=0. If sampling does, lower sampling_batch_size: the
-# cache, in float32, takes 25 kB per token of Qwen2.5-0.5B. (Gradient checkpointing has no effect.)
+# float32 cache of Qwen2.5-0.5B has 25 kB per token. (In eval mode, gradient checkpointing is off.)
 @dataclass
 class GRPOConfig:
     """Every setting of `train`, mostly under TRL's names."""
@@ -887,24 +887,24 @@ def open_run(folder, resume, config, model, reference, optimizer):
 #            num_iterations=2 or more, since the clip does nothing in a first update.
 #
 # DAPO       loss_type="dapo", beta=0, num_iterations=2 (for the clip, again), epsilon_high=0.28: an
-#            unlikely token of 0.01 may now rise to 0.0128. (One of 0.9 never gets to its 1.152.)
+#            unlikely token of 0.01 may now rise to 0.0128. (At 0.9 the limit, 1.152, does nothing.)
 #            Completions that end in the last 64 tokens before the limit lose up to 1 (equation 13
 #            of arXiv:2503.14476): a reward function adds this, with ids from completion_ids and
-#            limit = max_completion_length. (Left out: new prompts for groups of equal rewards.)
+#            limit = max_completion_length > 64. (Left out: new prompts for groups of equal reward.)
 #                def overlong_penalty(ids, limit):
 #                    return max(-1.0, min(0.0, (limit - 64 - len(ids)) / 64))
 #
 # GSPO       One ratio per completion, the geometric mean of its tokens' ratios (arXiv:2507.18071).
 #            It moves much less than a single ratio, hence epsilon=3e-4 and epsilon_high=4e-4, with
 #            num_iterations=2. All else stays. In `grpo_loss`, the line `ratio = ...` becomes
-#                log_ratio = masked_mean(logprobs - old_logprobs, mask, dim=1)  # (n,)
+#                log_ratio = masked_mean(logprobs - old_logprobs.detach(), mask, dim=1)  # (n,)
 #                ratio = log_ratio.clamp(max=50).exp().unsqueeze(1).expand_as(logprobs)  # (n, T)
 #
 # TRL's KL   Section 3 assumes that pi_theta drew the tokens. After a first update, this is not
 #            so: pi_old did. So TRL 1.16 multiplies k3 by the ratio. The line `loss = ...` becomes
 #                loss = -average(surrogate - beta * ratio * kl, mask, loss_type,
 #                                max_completion_length)
-#            At ratio 1 the value is the same, but not the gradient. (You may skip the rest.) With
+#            At ratio 1 the value is the same, but not the gradient. (Not with GSPO's ratio.) With
 #            d = log(pi_theta/pi_ref), the KL is sum(pi * d). Its gradient is sum(pi * d * grad log
 #            pi), since the other half of the product rule, sum(pi * grad log pi), is 0 (section 2).
 #            A penalty's gradient is a factor times grad log pi, and the right factor is d:
