@@ -519,7 +519,7 @@ def step_metrics(parts, norms):
 # another. To notice this, `train` compares the log-probs of sampling with those that section 9
 # computes for the same tokens. It logs their mean absolute difference as sampler_gap: about 1e-6 in
 # float32, up to a few hundredths in bfloat16. If yours is much larger, look at the temperature and
-# at section 9. (A top_k inside `draw_tokens` would be missed: the log-probs here are those before.)
+# at section 9. (It cannot see a top_k inside `draw_tokens`, which changes no logits.)
 @torch.no_grad()
 def sample_groups(model, tokenizer, examples, num_generations, max_completion_length,
                   temperature=1.0):
@@ -890,7 +890,7 @@ def open_run(folder, resume, config, model, reference, optimizer):
 #            unlikely token of 0.01 may now rise to 0.0128. (At 0.9 the limit, 1.152, does nothing.)
 #            Completions that end in the last 64 tokens before the limit lose up to 1 (equation 13
 #            of arXiv:2503.14476): a reward function adds this, with ids from completion_ids and
-#            limit = max_completion_length > 64. (Left out: new prompts for groups of equal reward.)
+#            limit = max_completion_length (above 64). (Left out: new prompts for equal rewards.)
 #                def overlong_penalty(ids, limit):
 #                    return max(-1.0, min(0.0, (limit - 64 - len(ids)) / 64))
 #
