@@ -634,7 +634,7 @@ class GRPOConfig:
     scale_rewards: str = "group"  # group, or none: do not divide by the std
     beta: float = 0.04  # factor of the KL penalty; 0: none, and no pi_ref in memory
     epsilon: float = 0.2  # the clip's lower limit is 1 - epsilon
-    epsilon_high: float | None = None  # the upper is 1 + epsilon_high; None: epsilon
+    epsilon_high: float | None = None  # the upper is 1 + epsilon_high, or if None, 1 + epsilon
     loss_type: str = "grpo"  # how to average over tokens: grpo, dapo or dr_grpo
     num_iterations: int = 1  # updates per step, each with all completions of the step
     micro_batch_size: int = 4  # completions in one forward and backward pass
@@ -650,15 +650,17 @@ class GRPOConfig:
         least = {"num_generations": 2, "warmup_steps": 0, "seed": 0, "learning_rate": 0, "beta": 0,
                  "epsilon": 0, "epsilon_high": 0, "temperature": 1e-6, "max_grad_norm": 1e-6}
         for name, value in vars(self).items():
-            if name in choices and value not in choices[name]:
-                raise ValueError(f"{name} is {value!r}, not one of {choices[name]}")
             default, low = getattr(type(self), name), least.get(name, 1)
-            if name in choices or (value is None and default is None):
-                continue
-            kind = int if isinstance(default, int) else float
-            if not (isinstance(value, Real) and low <= value < math.inf and kind(value) == value):
-                raise ValueError(f"{name} is {value!r}, not a {kind.__name__} of at least {low}")
-            setattr(self, name, kind(value))  # torch.load would refuse NumPy's numbers
+            if name in choices:
+                if value not in choices[name]:
+                    raise ValueError(f"{name} is {value!r}, not one of {choices[name]}")
+            elif value is not None or default is not None:
+                kind = int if isinstance(default, int) else float
+                real = isinstance(value, Real) and low <= value < math.inf
+                if not real or kind(value) != value:
+                    whole = "whole " if kind is int else ""
+                    raise ValueError(f"{name} is {value!r}, not a {whole}number of at least {low}")
+                setattr(self, name, kind(value))  # a plain one: torch.load refuses NumPy's
 
 # Out of memory? For half a billion weights, training needs 11 GB, 22 bytes for each weight:
 #
@@ -754,7 +756,7 @@ def train(model, tokenizer, dataset, reward_fn, config, *, after_step=None, outp
                 if config.loss_type == "dapo":
                     share = batch_tokens / all_tokens
                 (loss * share).backward()  # adds to the gradients
-                drawn = torch.tensor(sum([c.sampler_logprobs for c in batch], []))  # row after row
+                drawn = torch.tensor([x for c in batch for x in c.sampler_logprobs])  # row by row
                 sums["tokens"] += batch_tokens
                 sums["loss"] += part["loss"] * share
                 sums["kl"] += part["kl"] * batch_tokens
