@@ -11,14 +11,14 @@ it four times: "John has 3 apples and buys 2 more. How many apples does he have?
     completion 3    \boxed{6}            reward 0.5      advantage -1
     completion 4    3-2 = \boxed{1}      reward 0.5      advantage -1
 
-The *advantage* compares a reward with its group. It is the distance from the mean, here 1, in
-standard deviations, here 0.5. Completions 1 and 2 did better than the mean, so we make their tokens
-more likely. 3 and 4 did worse, so we make theirs less likely. This is the idea of Group Relative
-Policy Optimization (arXiv:2402.03300), the method behind DeepSeek-R1 (arXiv:2501.12948).
+The *advantage* compares a reward with its group. It is the reward minus the mean, here 1, divided
+by the standard deviation, here 0.5. Completions 1 and 2 did better than the mean, so we make their
+tokens more likely. The others did worse, so we make theirs less likely. This is the idea of Group
+Relative Policy Optimization, GRPO (arXiv:2402.03300), which trained DeepSeek-R1 (arXiv:2501.12948).
 
 The loop below is all of it. A step takes B prompts and samples G completions of each, N = B * G in
 all. You bring a model, its tokenizer, a reward function, and examples, which are dicts with a
-"prompt". The loop runs as it stands, if all N completions fit in memory at once:
+"prompt". After `from grpo import *` it runs as it stands, if all N fit in memory at once:
 
     model.float()                                                      # section 7 says why
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0)
@@ -38,7 +38,7 @@ all. You bring a model, its tokenizer, a reward function, and examples, which ar
 
 The file takes this loop apart. Sections 1 to 6 are the mathematics, from the reward to the loss.
 Sections 7 and 8 show where the tensors come from. `train`, in section 9, is the same loop made
-robust: it cuts a step into micro-batches, can make several updates with the same completions, and
+robust: it cuts a step into small batches, can make several updates with the same completions, and
 writes metrics and checkpoints. Section 10 covers GRPO's relatives. Short of time? Read 2 to 6.
 
 To start a run that keeps checkpoints (to continue it, make the same call with resume=True):
@@ -50,7 +50,7 @@ To start a run that keeps checkpoints (to continue it, make the same call with r
     tokenizer = AutoTokenizer.from_pretrained(name)
     data = [{"prompt": [{"role": "user", "content": f"In one short line: what is {a} * 7?"}],
              "right": str(a * 7)} for a in range(11, 99)]
-    def reward_fn(completions, right, **columns):  # 1 if the right number is there; see `grade`
+    def reward_fn(completions, right, **columns):  # 1 if the right digits are there; see `grade`
         return [float(r in chat[-1]["content"]) for chat, r in zip(completions, right)]
     train(model, tokenizer, data, reward_fn, GRPOConfig(steps=50), output_dir="runs/mine")
 
@@ -92,7 +92,7 @@ from transformers import set_seed
 # written, all rewards are 0 and nothing is learned. A model that is paid for boxes may also learn
 # to box just anything. This is "reward hacking": more reward without more skill.
 def rule_reward(completion, answer):
-    r"""1.5 if the last \boxed{...} holds the answer, 0.5 for anything else in it, 0.0 for nothing.
+    r"""1.5 if the last \boxed{...} holds the answer, 0.5 for another content, 0.0 without any.
 
     The box holds the answer if both are the same text, or numbers that differ by less than 0.01.
 
@@ -141,8 +141,8 @@ def read_number(text):
 
 # ---- 2. Advantages: better or worse than the group ---------------------------------------
 # Is a reward of 0.5 good? On a hard prompt it is, but not if all the other completions earn 1.5.
-# What counts is the difference from a *baseline*, the reward we can expect for this prompt. PPO,
-# GRPO's ancestor, trains a second network, the *critic*, to predict it. The critic is usually as
+# What counts is the difference from a *baseline*, the reward we can expect for this prompt. The
+# older method PPO trains a second network, the *critic*, to predict it. The critic is usually as
 # large as the policy. GRPO needs none: the baseline is the mean reward of the group. It also
 # divides by the group's standard deviation (std), so that the unit of the reward does not matter.
 def group_advantages(rewards, scale_rewards="group"):
@@ -170,7 +170,7 @@ def group_advantages(rewards, scale_rewards="group"):
     return advantages.masked_fill(equal, 0.0).float()
 
 # If all completions of a group earn the same, because the prompt is too easy or too hard, their
-# rewards teach nothing. The completions still count in the N by which section 6 divides the loss.
+# rewards teach nothing. The completions still count in the mean that is the loss (section 6).
 
 
 # ---- 3. One update: from a reward to a gradient ------------------------------------------
@@ -191,7 +191,7 @@ def group_advantages(rewards, scale_rewards="group"):
 #
 #     R * grad log pi(completion) = sum over t of R * grad log pi(token t)
 #
-# Every token gets such a term, all with the same R, since nobody can say which token earned it.
+# Every token gets such a term, all with the R of the whole completion.
 #
 # Why a baseline? Let us subtract a number b from every reward. On average, the gradient changes by
 #
@@ -200,8 +200,8 @@ def group_advantages(rewards, scale_rewards="group"):
 # It does not change at all, as long as b does not depend on the completion. But if b is near the
 # expected reward, the factors R - b are small, and the average over samples is less noisy. The mean
 # of the *other* rewards of the group is such a b. GRPO's mean also contains the completion's own
-# reward, which only makes R - b smaller by the factor (G - 1)/G. Dividing by the std is less
-# harmless: very easy and very hard prompts have a small one, and count more. (Not in Dr. GRPO.)
+# reward, which only multiplies R - b by (G - 1)/G. Dividing by the std is less harmless: very easy
+# and very hard prompts have a small std, so they count more.
 #
 # So each drawn token adds A * grad log pi to the gradient of the first update. (Section 6 says how
 # the tokens are averaged.) With one update per step, which is the default of `train`, this is all
@@ -215,7 +215,7 @@ def group_advantages(rewards, scale_rewards="group"):
 #
 #     grad r = (grad pi_theta) / pi_old = r * grad log pi_theta
 #
-# the gradient of r * A is r * A * grad log pi. In the first update r is 1, and this is section 3's.
+# the gradient of r * A is r * A * grad log pi. In the first update r is 1, which gives section 3.
 # (Strictly, a completion needs the product of all its ratios. Over 300 tokens this gets huge or
 # tiny: 1.01^300 is 19.8. So each token gets its own ratio alone, which is nearly right while
 # pi_theta is near pi_old.)
@@ -301,8 +301,8 @@ def k3_kl(logprobs, ref_logprobs):
 #
 # The gradient of k3 with respect to log pi_theta is 1 - e^x = 1 - pi_ref/pi_theta. For the apples,
 # where pi_theta is 0.1, 0.2 or 0.3 and pi_ref always 0.2, this is -1, 0 and 1/3. The loss contains
-# k3 times a small factor, beta. Making it smaller pulls a token that has become less likely than
-# under pi_ref back up, and one that has become more likely back down.
+# k3 times a small factor, beta. To lower k3 is to pull a token back up if it is less likely than
+# under pi_ref, and to pull it back down if it is more likely.
 
 
 # ---- 6. The loss: one number, and padding is not in it -----------------------------------
@@ -317,12 +317,10 @@ def k3_kl(logprobs, ref_logprobs):
 #     r_it  = pi_theta(o_it | q, o_i,<t) / pi_old(o_it | q, o_i,<t)                           4
 #     k3_it = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1, of the same token                   5
 #
-# where clip(r, 1 - eps, 1 + eps) is r, kept between 1 - eps and 1 + eps. eps is 0.2, beta is 0.04.
-#
-# That leaves the means. Completions differ in length, but the rows of a tensor may not. So we fill
-# up the short ones with padding, and a mask marks the real positions. Padding can hold anything,
-# even NaN. It does not help to multiply by the mask, because NaN * 0 is still NaN. So we use
-# `torch.where`.
+# with eps = 0.2 and beta = 0.04. Now the means. Completions differ in length, but the rows of a
+# tensor may not. So the short ones get padding, and a mask marks the real positions. Padding can
+# hold anything, even NaN. It does not help to multiply by the mask, because NaN * 0 is still NaN.
+# So we use `torch.where`.
 def masked_mean(values, mask, dim=None):
     """Mean of `values` where `mask` is True (or 1), over `dim` or over all, or 0 if none is.
 
@@ -339,7 +337,7 @@ def average(per_token, mask, loss_type="grpo", max_completion_length=None):
         "grpo"     the mean over completions of the mean over their tokens: equation J. Section 3
                    leads to a plain sum, so the division by |o_i| is GRPO's own. With it, a long
                    wrong answer costs less per token than a short one, so wrong answers may grow
-        "dapo"     the mean over all tokens: each counts the same (arXiv:2503.14476)
+        "dapo"     the mean over all tokens: each counts the same (arXiv:2503.14476, per group)
         "dr_grpo"  the sum over all tokens, divided by n * max_completion_length: a constant that
                    does not depend on the lengths (arXiv:2503.20783)"""
     if loss_type == "grpo":
@@ -374,7 +372,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     if logprobs.dim() != 2 or len(set(shapes)) > 1 or advantages.shape != logprobs.shape[:1]:
         raise ValueError(f"want (n, T), advantages (n,); got {shapes}, {tuple(advantages.shape)}")
     # detach: pi_old and pi_ref are constants. The clamp keeps the ratio finite. It also keeps NaN
-    # in your padding out of the gradient: where its input is NaN, the gradient of a clamp is 0.
+    # in padding out of the gradient: where its input is NaN, the gradient of a clamp is 0.
     ratio = (logprobs - old_logprobs.detach()).clamp(max=50).exp()  # (n, T) r
     surrogate = clipped_surrogate(ratio, advantages, epsilon, epsilon_high)  # (n, T)
     kl = k3_kl(logprobs, ref_logprobs.detach())  # (n, T)
@@ -383,7 +381,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
     return loss, {"loss": loss.item(), "kl": masked_mean(kl, mask).item(),
                   "clip_fraction": masked_mean(clipped.float(), mask).item()}
 
-# The loss of the apples, with beta 0.04:
+# The loss of the apples, which is -J, with beta 0.04:
 #
 #     completion                 1            2        3        4              sum
 #     advantage                  +1          +1       -1       -1
@@ -398,7 +396,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, *, epsilon
 #
 # Two gradients of the "grpo" loss, with respect to log pi:
 #   - The token of completion 2. The surrogate has 0.5 (section 4) and k3 has -1 (section 5). The
-#     loss has the first with a minus, and the second times beta. Both are divided by the 4
+#     loss takes the first negated, and the second times beta. Both are divided by the 4
 #     completions: (-0.5 - 0.04) / 4 = -0.135. Descent makes the token more likely, as it should.
 #   - The first token of completion 1. The clip leaves only the KL: beta * 1/3, divided by 2 tokens
 #     and 4 completions, is 0.0017. Descent makes the token less likely.
@@ -419,7 +417,7 @@ class Completion:
     # The loss is about exactly these ids. If we decoded them and encoded the text again, we might
     # get others, which were never sampled: a text can be cut into tokens in several ways.
     ids: list = field(default_factory=list)  # with the end token, if it was drawn
-    # Their log-probs when they were drawn, for the metrics only. Section 7's differ by rounding.
+    # Their log-probs when they were drawn, for metrics only. Those computed below differ a bit.
     sampler_logprobs: list = field(default_factory=list)
     text: str = ""
     truncated: bool = False  # cut off at max_completion_length: it has no end token
@@ -461,31 +459,31 @@ def token_logprobs(model, ids, mask, T, temperature=1.0):
 
     Use the temperature of sampling: at any other one, pi is a different policy."""
     out = forward(model, ids, mask, use_cache=False, logits_to_keep=T + 1)
-    # Some models ignore logits_to_keep and give all logits, so we count from the end. A log_softmax
-    # in bfloat16 would be off by hundredths, so we make the logits float32 before.
+    # Some models give all logits, and not only the last T + 1, so we count from the end. A
+    # log_softmax in bfloat16 would be off by hundredths more, so we make the logits float32 first.
     logits = out.logits[:, -T - 1 : -1]  # (n, T, V)
     logprobs = (logits.float() / temperature).log_softmax(dim=-1)  # (n, T, V)
     return logprobs.gather(-1, ids[:, -T:].unsqueeze(-1)).squeeze(-1)  # at each id
 
 
 def forward(model, ids, mask, **more):
-    """Run the model on `ids`, which may be just the last columns that `mask` has (section 8)."""
-    # Padding must not count in the positions 0, 1, 2 and so on.
+    """Run the model on `ids`: all columns of `mask`, or only its last ones (section 8)."""
+    # The positions 0, 1, 2 and so on skip the padding.
     mask = mask.long()
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     return model(input_ids=ids, attention_mask=mask, position_ids=positions, **more)
 
-# With masks, cuDNN's attention has given NaN gradients on some GPUs (pytorch#196678). So it is off:
+# Paste this, too: with masks, cuDNN's attention has given NaN gradients (pytorch#196678).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def autocast(model):
-    """In `with autocast(model):`, the model multiplies its matrices in bfloat16, if its GPU can."""
+    """In `with autocast(model):`, the model multiplies matrices in bfloat16, if its GPU can."""
     # GPUs multiply bfloat16, a number format of 16 bits, several times as fast as float32. But the
     # weights must stay in float32: an optimizer step moves a weight by about 0.000001, and near
     # 0.02, where bfloat16 numbers are 0.00012 apart, it would be rounded away. So the `with` works
     # on bfloat16 copies of the weights. (On a CPU with bfloat16 units, call `train` inside of
-    # `with torch.autocast("cpu", torch.bfloat16):`. Its copies would outlive an update, hence:)
+    # `with torch.autocast("cpu", torch.bfloat16):`. It would keep copies of old weights. So:)
     torch.clear_autocast_cache()
     gpu = model.device.type == "cuda"
     return torch.autocast("cuda", torch.bfloat16,
@@ -496,18 +494,17 @@ def autocast(model):
 # The model reads the prompt, and we draw a token from the softmax of its logits. The model reads
 # this token, too, and we draw the next one, and so on, up to an end token.
 #
-# In each layer, the model turns a token into two vectors, a key and a value. When it reads a later
-# token, it needs those of all earlier ones. They never change, so the *cache* keeps them, in
-# tensors with a row per completion, and each forward pass reads only one new token of each.
+# In each layer, a token leaves two vectors, a key and a value. They are all that later tokens see
+# of it, and they never change. So the *cache* keeps them, in tensors with a row per completion, and
+# after the prompts each forward pass reads only one new token per row.
 # `cache.reorder_cache(rows)` replaces each of these tensors x with x[rows]. This can copy rows: a
 # prompt is read once, and its row copied G times. And it can drop rows: a completion that has ended
-# leaves the batch. For one prompt, and G = 3 completions a, b and c (not the apples):
+# leaves the batch. For one prompt, and G = 3 completions a, b and c of up to three tokens:
 #
 #     the model reads    keep rows    live       drawn tokens
 #     the prompt         0, 0, 0      a, b, c    "3",   "5",  "3"
 #     3 tokens           all          a, b, c    "+2",  END,  "-2"
-#     3 tokens           0, 2         a, c       END,         END     all have ended
-#     (b's END is still read in the next pass. Then its row goes.)
+#     3 tokens           0, 2         a, c       END,         END     (b's row goes a pass late)
 #
 # transformers' `model.generate` does all this too, but it obeys settings that are stored with the
 # model. Qwen2.5-0.5B-Instruct has temperature 0.7, top_k 20 (draw only from the 20 most likely
@@ -522,7 +519,8 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
     """G = `num_generations` completions for each of B examples: B lists of G `Completion`.
 
     Examples are dicts with a "prompt", a string or a chat. Temperature 0 takes the likeliest token.
-    Leaves the model in eval mode, also for the update: dropout would make it another policy."""
+    Leaves the model in eval mode, for the update, too: without dropout, which would make it another
+    policy, and without gradient checkpointing."""
     model.eval()
     end_ids = end_token_ids(model, tokenizer)
     prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
@@ -533,17 +531,17 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
     with torch.no_grad(), autocast(model):
         for _ in range(max_completion_length):
             out = forward(model, ids, mask, use_cache=True, logits_to_keep=1, **cache)
-            name = "cache" if "cache" in out else "past_key_values"  # until transformers 5.23
+            name = "cache" if "cache" in out else "past_key_values"  # so before transformers 5.24
             if out.get(name) is None:
                 raise ValueError(f"{type(model).__name__} has no cache, which sampling needs")
             cache = {name: out[name]}
-            cache[name].get_seq_length()  # an error, if no layer has attention (Mamba)
+            cache[name].get_seq_length()  # an error without attention, which padding needs (Mamba)
             logits = out.logits[:, -1]  # (n, V)
             if len(keep) != len(logits):  # after the prompts, and when completions have ended
                 index = torch.tensor(keep, device=model.device)
                 cache[name].reorder_cache(index)
                 logits, mask = logits[index], mask[index]
-            # One cannot divide by temperature 0, so there the log-probs are those at temperature 1.
+            # We cannot divide by 0, so at temperature 0 the log-probs are those at temperature 1.
             logprobs = (logits.float() / (temperature or 1.0)).log_softmax(dim=-1)  # (n, V)
             ids = logprobs.exp().multinomial(1) if temperature else logprobs.argmax(1, keepdim=True)
             drawn = logprobs.gather(1, ids)  # (n, 1), as the ids are
@@ -555,7 +553,7 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
             live = [live[i] for i in keep]
             if not live:
                 break
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)  # one column more
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)  # one more column
     for completion in completions:
         completion.truncated = completion.ids[-1] not in end_ids
         completion.text = tokenizer.decode(completion.ids, skip_special_tokens=True)
@@ -563,7 +561,7 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
 
 
 def encode_prompt(tokenizer, prompt):
-    """The token ids of a prompt: a string as it is, or a chat, in the model's template."""
+    """The token ids of a prompt: a plain string, or a chat, which gets the model's template."""
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
     else:
@@ -597,15 +595,14 @@ def chunks(items, size):
 def grade(reward_fn, completions):
     """Call the reward function, store the rewards in the completions, and return them, (N,).
 
-    It is called as TRL, Hugging Face's library, calls one. It gets `prompts`, `completions`,
-    `completion_ids` and the other columns of your data, each a list with a value per completion. A
-    completion is a string or, if its prompt is a chat, a chat of one message. For example, with
-    string prompts and a column `answer`:
+    As in TRL, Hugging Face's library, it gets `prompts`, `completions`, `completion_ids` and the
+    other columns of your data, each a list with a value per completion. A completion is a string
+    or, if its prompt is a chat, a chat of one message. With string prompts and a column `answer`:
 
         def reward_fn(completions, answer, **columns):
             return [rule_reward(text, right) for text, right in zip(completions, answer)]
 
-    If they are chats, a completion's text is completion[-1]["content"]."""
+    With chats, the text is completion[-1]["content"]."""
     # Copies, since a reward function may change what it is given.
     columns = {name: [copy.deepcopy(c.example[name]) for c in completions]
                for name in completions[0].example}
@@ -625,10 +622,10 @@ def grade(reward_fn, completions):
 
 @dataclass
 class GRPOConfig:
-    """The settings of `train`, mostly under TRL's names."""
+    """The settings of `train`: mostly TRL's names, but not its defaults."""
     num_generations: int = 8  # G, completions per prompt; 4 is few, 16 is comfortable
     prompts_per_step: int = 32  # B, prompts per step
-    sampling_batch_size: int = 256  # completions sampled at once; never less than a group
+    sampling_batch_size: int = 256  # completions sampled at once; at least a group
     max_completion_length: int = 512  # tokens at which a completion is cut off
     temperature: float = 1.0  # divides the logits; lower: less varied
     scale_rewards: str = "group"  # group, or none: do not divide by the std
@@ -725,9 +722,9 @@ def train(model, tokenizer, dataset, reward_fn, config, *, after_step=None, outp
             completion.advantage = advantage
         graded = time.perf_counter()
 
-        # Cut them into micro-batches of similar lengths, so that there is little padding. The
-        # longest come first: if memory is too small, we mostly see it at once. Without a KL, an
-        # advantage of 0 gives no gradient, so we leave those completions out.
+        # Cut them into micro-batches of similar lengths, for little padding. The longest come first,
+        # so that too little memory mostly shows at once. Without a KL, an advantage of 0 gives no
+        # gradient, so we leave those completions out.
         useful = [c for c in completions if c.advantage != 0 or config.beta > 0]
         useful.sort(key=lambda completion: len(completion.ids), reverse=True)
         batches = chunks(useful, config.micro_batch_size)
@@ -784,9 +781,10 @@ def train(model, tokenizer, dataset, reward_fn, config, *, after_step=None, outp
             # Many are cut off? Raise max_completion_length.
             "truncated_fraction": sum(c.truncated for c in completions) / len(completions),
             "loss": sums["loss"] / config.num_iterations,  # do not watch it: section 6
-            "kl": sums["kl"] / trained,  # mean k3 per token. Above 1? Lower the learning rate
+            # Mean k3 per token (with beta=0 not measured: 0). Above 1? Lower the learning rate.
+            "kl": sums["kl"] / trained,
             "clip_fraction": sums["clip_fraction"] / trained,  # tokens that the clip has stopped
-            # Above 1e-4 in float32, or 0.02 in bfloat16? Look at temperature, mask and positions.
+            # Above 1e-4 in float32, or 0.02 in bfloat16? Section 8 says where to look.
             "sampler_gap": sums["sampler_gap"] / trained,
             "grad_norm": sums["norm"] / config.num_iterations,
             "learning_rate": rate,
@@ -795,6 +793,7 @@ def train(model, tokenizer, dataset, reward_fn, config, *, after_step=None, outp
         history.append(metrics)
         if after_step:
             after_step(metrics, groups)
+        # `after_step` may have tested the model, and added `accuracy`.
         shown |= {x: metrics[x] for x in ("reward_mean", "accuracy") if x in metrics}
         bar.set_postfix(shown)
         if output_dir:
@@ -804,7 +803,7 @@ def train(model, tokenizer, dataset, reward_fn, config, *, after_step=None, outp
 
 
 def save_run(folder, config, history, state):
-    """Write metrics.jsonl and, if there is a state, checkpoint.pt: 16 bytes per weight, or 12."""
+    """Write metrics.jsonl and, given a state, checkpoint.pt: 16 bytes a weight, 12 with beta=0."""
     # default=float: `after_step` may add a NumPy number or a tensor, which JSON does not know.
     lines = [json.dumps(metrics, default=float) + "\n" for metrics in history]
     Path(folder, "metrics.jsonl").write_text("".join(lines))
@@ -847,11 +846,11 @@ def open_run(folder, resume, config, state):
 #     GRPO              group          grpo       0.04   1               0.2
 #     REINFORCE, RLOO   none           dr_grpo    0      1               any: nothing is clipped
 #     Dr. GRPO          none           dr_grpo    0      2 or more       0.2
-#     DAPO              group          dapo       0      (16)            0.2, 0.28
-#     GSPO              group          grpo       0      (4)             3e-4, 4e-4, and the lines
+#     DAPO              group          dapo       0      2 or more *     0.2, 0.28
+#     GSPO, see below   group          grpo       0      2 or more *     3e-4, 4e-4
 #
-# (16, 4: DAPO and GSPO cut the N completions into so many mini-batches, and make one update with
-# each. `num_iterations` makes each update with all N again.)
+# * Their papers cut the N completions into mini-batches, 16 and 4, and make one update with each.
+#   Here, each update is made with all N again.
 #
 # RLOO (REINFORCE Leave One Out) takes the mean of the *other* rewards as baseline, so advantages
 # are G / (G - 1) times as large. Below `centered = ...`, add
@@ -860,7 +859,7 @@ def open_run(folder, resume, config, state):
 #
 # DAPO's higher limit lets an unlikely token of 0.01 rise to 0.0128, instead of 0.012. It also
 # draws new prompts in place of groups of equal rewards, which is left out here, and pays up to
-# 1 less for completions that end near the limit, say in its last 64 tokens. A reward function adds
+# 1 less for completions that end near the limit, say within 64 tokens of it. A reward function adds
 #
 #     def overlong_penalty(ids, limit):
 #         return max(-1.0, min(0.0, (limit - 64 - len(ids)) / 64))
@@ -872,8 +871,8 @@ def open_run(folder, resume, config, state):
 #     ratio = log_ratio.clamp(max=50).exp().unsqueeze(1).expand_as(logprobs)  # (n, T)
 #
 # TRL's KL. k3 has the right value on average, but its gradient is only nearly the KL's, and section
-# 5 assumes that pi_theta drew the tokens. To mend both, TRL 1.16 multiplies k3 by the ratio. The
-# line `loss = ...` becomes
+# 5 assumes that pi_theta drew the tokens. To mend both, TRL 1.16 multiplies k3 by the ratio of each
+# token (not GSPO's). The line `loss = ...` becomes
 #
 #     loss = -average(surrogate - beta * ratio * kl, mask, loss_type, max_completion_length)
 #
@@ -886,14 +885,14 @@ def open_run(folder, resume, config, state):
 #     |d|                 1 or -1      no: the same pull near and far
 #     k2 = d^2 / 2        d            yes, though k2 is not the KL
 #     k3 = e^-d - 1 + d   1 - e^-d     nearly, if d is small
-#     ratio * k3          ratio * d    yes: over pi_old's tokens, this is d over pi_theta's
+#     ratio * k3          ratio * d    yes: the ratio corrects for pi_old's tokens (section 4)
 #
 # (The last row is the product rule. Since grad ratio = ratio * grad log pi, the gradient of
 # ratio * k3 is ratio * (k3 + 1 - e^-d) * grad log pi, and k3 + 1 - e^-d = d.)
 #
-# RLinf has other names for these: kl_penalty_type is low_var_kl for k3, kl for k1, abs for |d| and
-# mse for k2; loss_agg_func "token-mean" is "dapo"; normalize_advantages is `scale_rewards`. With
-# early_stop_imp_ratio, a micro-batch with a mean ratio above 5 is ignored. Below `loss = ...`, add
+# The library RLinf has other names. Its kl_penalty_type low_var_kl is k3, kl is k1, abs is |d|, mse
+# is k2. Its loss_agg_func token-mean is "dapo", and normalize_advantages is `scale_rewards`. Its
+# early_stop_imp_ratio ignores a micro-batch whose mean ratio is above 5. Below `loss = ...`, add
 #
 #     loss = loss * (masked_mean(ratio, mask) <= 5)
 #
