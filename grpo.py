@@ -103,9 +103,9 @@ def rule_reward(completion, answer):
     if not boxed:
         return 0.0
     found, wanted = read_number(boxed), read_number(answer)
-    # Rounded, since 5.01 - 5 is 0.00999... in floating point.
+    # Rounded, since 5.01 - 5 is 0.00999... as a float. From 2**53 on, floats skip whole numbers.
     near = found is not None and wanted is not None and round(abs(found - wanted), 9) < 0.01
-    return 1.5 if boxed == answer or near else 0.5
+    return 1.5 if boxed == answer or near and abs(wanted) < 2**53 else 0.5
 
 
 def extract_boxed(text):
@@ -722,7 +722,7 @@ def train(model, tokenizer, dataset, reward_fn, config, *, after_step=None, outp
             completion.advantage = advantage
         graded = time.perf_counter()
 
-        # Cut them into micro-batches of similar lengths, for little padding. The longest come first,
+        # Cut them into micro-batches of similar lengths, for little padding. The longest come first
         # so that too little memory mostly shows at once. Without a KL, an advantage of 0 gives no
         # gradient, so we leave those completions out.
         useful = [c for c in completions if c.advantage != 0 or config.beta > 0]
