@@ -109,7 +109,7 @@ def rule_reward(completion, answer):
 
 
 def extract_boxed(text):
-    r"""What is in the last \boxed{...}, with matched braces, or None.
+    r"""What is in the last \boxed{...}, up to the matching brace, or None if it has none.
 
     >>> extract_boxed(r"\boxed{7}? No, it is \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -187,7 +187,7 @@ def group_advantages(rewards, scale_rewards="group"):
 #
 # and the right side is an average: that of R * grad log pi over tokens drawn from pi. So draw some
 # tokens, and average. This method is called REINFORCE. And a real completion? Its log-probability
-# is the sum of its tokens' log-probabilities, so
+# is the sum of those of its tokens, each given the tokens before it, so
 #
 #     R * grad log pi(completion) = sum over t of R * grad log pi(token t)
 #
@@ -319,8 +319,7 @@ def k3_kl(logprobs, ref_logprobs):
 #
 # with eps = 0.2 and beta = 0.04. Now the means. Completions differ in length, but the rows of a
 # tensor may not. So the short ones get padding, and a mask marks the real positions. Padding can
-# hold anything, even NaN. It does not help to multiply by the mask, because NaN * 0 is still NaN.
-# So we use `torch.where`.
+# hold anything, even NaN. As NaN * 0 is still NaN, we do not multiply by the mask, but use `where`.
 def masked_mean(values, mask, dim=None):
     """Mean of `values` where `mask` is True (or 1), over `dim` or over all, or 0 if none is.
 
@@ -337,7 +336,7 @@ def average(per_token, mask, loss_type="grpo", max_completion_length=None):
         "grpo"     the mean over completions of the mean over their tokens: equation J. Section 3
                    leads to a plain sum, so the division by |o_i| is GRPO's own. With it, a long
                    wrong answer costs less per token than a short one, so wrong answers may grow
-        "dapo"     the mean over all tokens: each counts the same (arXiv:2503.14476, per group)
+        "dapo"     the mean over all tokens: each counts the same (arXiv:2503.14476: in a group)
         "dr_grpo"  the sum over all tokens, divided by n * max_completion_length: a constant that
                    does not depend on the lengths (arXiv:2503.20783)"""
     if loss_type == "grpo":
@@ -460,7 +459,7 @@ def token_logprobs(model, ids, mask, T, temperature=1.0):
     Use the temperature of sampling: at any other one, pi is a different policy."""
     out = forward(model, ids, mask, use_cache=False, logits_to_keep=T + 1)
     # Some models give all logits, and not only the last T + 1, so we count from the end. A
-    # log_softmax in bfloat16 would be off by hundredths more, so we make the logits float32 first.
+    # log_softmax in bfloat16 would add errors of hundredths, so we make the logits float32 first.
     logits = out.logits[:, -T - 1 : -1]  # (n, T, V)
     logprobs = (logits.float() / temperature).log_softmax(dim=-1)  # (n, T, V)
     return logprobs.gather(-1, ids[:, -T:].unsqueeze(-1)).squeeze(-1)  # at each id
@@ -473,7 +472,7 @@ def forward(model, ids, mask, **more):
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     return model(input_ids=ids, attention_mask=mask, position_ids=positions, **more)
 
-# Paste this, too: with masks, cuDNN's attention has given NaN gradients (pytorch#196678).
+# With masks, cuDNN's attention has given NaN gradients (pytorch#196678). So it is off.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -483,7 +482,7 @@ def autocast(model):
     # weights must stay in float32: an optimizer step moves a weight by about 0.000001, and near
     # 0.02, where bfloat16 numbers are 0.00012 apart, it would be rounded away. So the `with` works
     # on bfloat16 copies of the weights. (On a CPU with bfloat16 units, call `train` inside of
-    # `with torch.autocast("cpu", torch.bfloat16):`. It would keep copies of old weights. So:)
+    # `with torch.autocast("cpu", torch.bfloat16):`. It keeps its copies, so we drop them here.)
     torch.clear_autocast_cache()
     gpu = model.device.type == "cuda"
     return torch.autocast("cuda", torch.bfloat16,
@@ -504,14 +503,14 @@ def autocast(model):
 #     the model reads    keep rows    live       drawn tokens
 #     the prompt         0, 0, 0      a, b, c    "3",   "5",  "3"
 #     3 tokens           all          a, b, c    "+2",  END,  "-2"
-#     3 tokens           0, 2         a, c       END,         END     (b's row goes a pass late)
+#     3 tokens           0, 2         a, c       END,         END     (reads b's END, then drops b)
 #
 # transformers' `model.generate` does all this too, but it obeys settings that are stored with the
 # model. Qwen2.5-0.5B-Instruct has temperature 0.7, top_k 20 (draw only from the 20 most likely
 # tokens), top_p 0.8 (only from the most likely that make up 80 %) and a repetition penalty of 1.1.
 # If one of these stays on, we draw tokens from one distribution and compute the loss of another.
 # `sample_groups` reads none of them. What can still differ between sampling and section 7 is the
-# temperature, the mask, the positions or the cache. So `train` compares their log-probs of the same
+# temperature, the mask, the positions or the cache. So `train` compares both log-probs of the same
 # tokens, and logs the mean absolute difference as `sampler_gap`: about 1e-6 in float32, and less
 # than 0.02 in bfloat16. (If you add a top_k to the line that draws, this cannot show it.)
 def sample_groups(model, tokenizer, examples, num_generations, max_completion_length,
@@ -531,11 +530,11 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
     with torch.no_grad(), autocast(model):
         for _ in range(max_completion_length):
             out = forward(model, ids, mask, use_cache=True, logits_to_keep=1, **cache)
-            name = "cache" if "cache" in out else "past_key_values"  # so before transformers 5.24
+            name = "cache" if "cache" in out else "past_key_values"  # before transformers 5.24
             if out.get(name) is None:
                 raise ValueError(f"{type(model).__name__} has no cache, which sampling needs")
             cache = {name: out[name]}
-            cache[name].get_seq_length()  # an error without attention, which padding needs (Mamba)
+            cache[name].get_seq_length()  # an error for Mamba, which would read the padding, too
             logits = out.logits[:, -1]  # (n, V)
             if len(keep) != len(logits):  # after the prompts, and when completions have ended
                 index = torch.tensor(keep, device=model.device)
@@ -635,14 +634,14 @@ class GRPOConfig:
     loss_type: str = "grpo"  # how to average over tokens: grpo, dapo or dr_grpo
     num_iterations: int = 1  # updates per step, each with all completions of the step
     micro_batch_size: int = 4  # completions in one forward and backward pass
-    learning_rate: float = 1e-6  # its peak; 1e-5 was too large for half a billion weights
-    warmup_steps: int = 10  # steps in which it rises to the peak; then it falls towards 0
+    learning_rate: float = 1e-6  # the peak; 1e-5 was too large for half a billion weights
+    warmup_steps: int = 10  # steps in which the rate rises to the peak; then it falls towards 0
     max_grad_norm: float = 1.0  # a gradient with a larger norm is scaled to this norm
     steps: int = 300  # steps of sampling and learning
     save_steps: int = 20  # steps between checkpoints
     seed: int = 0  # decides which prompts and tokens are drawn
 
-    def __post_init__(self):
+    def __post_init__(self):  # refuses values that cannot be
         choices = {"loss_type": ("grpo", "dapo", "dr_grpo"), "scale_rewards": ("group", "none")}
         least = {"num_generations": 2, "warmup_steps": 0, "seed": 0, "learning_rate": 0, "beta": 0,
                  "epsilon": 0, "epsilon_high": 0, "temperature": 1e-6, "max_grad_norm": 1e-6}
@@ -679,7 +678,7 @@ def train(model, tokenizer, dataset, reward_fn, config, *, after_step=None, outp
     groups)` may look at the completions, add to the metrics, or test the model on other prompts.
     `output_dir` gets metrics.jsonl, with a line per step, and checkpoint.pt after step 1, every
     `save_steps` steps and at the end. The same call with resume=True continues from it, with the
-    draws that would have come anyway. On a CPU, the weights end bit for bit the same.
+    same seeds and prompts. On a CPU, the weights end bit for bit the same.
 
     Side effects: the weights become float32, the model is left in eval mode, each step sets the
     seeds of Python, NumPy and torch, and cuDNN's attention is off in this process."""
@@ -723,7 +722,7 @@ def train(model, tokenizer, dataset, reward_fn, config, *, after_step=None, outp
         graded = time.perf_counter()
 
         # Cut them into micro-batches of similar lengths, for little padding. The longest come first
-        # so that too little memory mostly shows at once. Without a KL, an advantage of 0 gives no
+        # so that a lack of memory mostly shows at once. Without a KL, an advantage of 0 gives no
         # gradient, so we leave those completions out.
         useful = [c for c in completions if c.advantage != 0 or config.beta > 0]
         useful.sort(key=lambda completion: len(completion.ids), reverse=True)
@@ -814,7 +813,8 @@ def save_run(folder, config, history, state):
         new.replace(Path(folder, "checkpoint.pt"))  # so it is always whole
 
 
-MAY_CHANGE = ("steps", "save_steps", "micro_batch_size", "sampling_batch_size")  # on resume
+# On resume. (With more steps, the learning rate rises again, as it falls later.)
+MAY_CHANGE = ("steps", "save_steps", "micro_batch_size", "sampling_batch_size")
 
 
 def open_run(folder, resume, config, state):
@@ -859,7 +859,7 @@ def open_run(folder, resume, config, state):
 #
 # DAPO's higher limit lets an unlikely token of 0.01 rise to 0.0128, instead of 0.012. It also
 # draws new prompts in place of groups of equal rewards, which is left out here, and pays up to
-# 1 less for completions that end near the limit, say within 64 tokens of it. A reward function adds
+# 1 less for completions that end near the limit, say within 64 tokens of it. Add to the reward
 #
 #     def overlong_penalty(ids, limit):
 #         return max(-1.0, min(0.0, (limit - 64 - len(ids)) / 64))
@@ -872,7 +872,7 @@ def open_run(folder, resume, config, state):
 #
 # TRL's KL. k3 has the right value on average, but its gradient is only nearly the KL's, and section
 # 5 assumes that pi_theta drew the tokens. To mend both, TRL 1.16 multiplies k3 by the ratio of each
-# token (not GSPO's). The line `loss = ...` becomes
+# token (so this does not go with GSPO). The line `loss = ...` becomes
 #
 #     loss = -average(surrogate - beta * ratio * kl, mask, loss_type, max_completion_length)
 #
@@ -887,7 +887,7 @@ def open_run(folder, resume, config, state):
 #     k3 = e^-d - 1 + d   1 - e^-d     nearly, if d is small
 #     ratio * k3          ratio * d    yes: the ratio corrects for pi_old's tokens (section 4)
 #
-# (The last row is the product rule. Since grad ratio = ratio * grad log pi, the gradient of
+# (The last row: grad ratio is ratio * grad log pi. So by the product rule, the gradient of
 # ratio * k3 is ratio * (k3 + 1 - e^-d) * grad log pi, and k3 + 1 - e^-d = d.)
 #
 # The library RLinf has other names. Its kl_penalty_type low_var_kl is k3, kl is k1, abs is |d|, mse
