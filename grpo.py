@@ -11,14 +11,14 @@ it four times: "John has 3 apples and buys 2 more. How many apples does he have?
     completion 3    \boxed{6}            reward 0.5      advantage -1
     completion 4    3-2 = \boxed{1}      reward 0.5      advantage -1
 
-The *advantage* compares a reward with its group. It is the reward minus the mean, here 1, divided
-by the standard deviation, here 0.5. Completions 1 and 2 did better than the mean, so we make their
-tokens more likely. The others did worse, so we make theirs less likely. This is the idea of Group
-Relative Policy Optimization, GRPO (arXiv:2402.03300), which trained DeepSeek-R1 (arXiv:2501.12948).
+The *advantage* compares a reward with its group. It is (reward - mean) / standard deviation, and
+these two are 1 and 0.5 here. Completions 1 and 2 did better than the mean, so we make their tokens
+more likely. The others did worse, so we make theirs less likely. This is the idea of Group Relative
+Policy Optimization, GRPO (arXiv:2402.03300), the method behind DeepSeek-R1 (arXiv:2501.12948).
 
 The loop below is all of it. A step takes B prompts and samples G completions of each, N = B * G in
-all. You bring a model, its tokenizer, a reward function, and examples, which are dicts with a
-"prompt". After `from grpo import *` it runs as it stands, if all N fit in memory at once:
+all. Set B, G and steps, and bring a model, its tokenizer, a reward function and examples, which are
+dicts with a "prompt". After `from grpo import *` it runs as it stands, if all N fit in memory:
 
     model.float()                                                      # section 7 says why
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0)
@@ -38,8 +38,8 @@ all. You bring a model, its tokenizer, a reward function, and examples, which ar
 
 The file takes this loop apart. Sections 1 to 6 are the mathematics, from the reward to the loss.
 Sections 7 and 8 show where the tensors come from. `train`, in section 9, is the same loop made
-robust: it cuts a step into small batches, can make several updates with the same completions, and
-writes metrics and checkpoints. Section 10 covers GRPO's relatives. Short of time? Read 2 to 6.
+robust: it uses small batches, varies the learning rate, limits the gradient's norm, can repeat the
+update, and keeps metrics and checkpoints. Section 10 has GRPO's relatives. In a hurry, read 2 to 6.
 
 To start a run that keeps checkpoints (to continue it, make the same call with resume=True):
 
@@ -92,7 +92,7 @@ from transformers import set_seed
 # written, all rewards are 0 and nothing is learned. A model that is paid for boxes may also learn
 # to box just anything. This is "reward hacking": more reward without more skill.
 def rule_reward(completion, answer):
-    r"""1.5 if the last \boxed{...} holds the answer, 0.5 for another content, 0.0 without any.
+    r"""1.5 if the last \boxed{...} holds the answer, 0.5 for other content, 0.0 for none.
 
     The box holds the answer if both are the same text, or numbers that differ by less than 0.01.
 
@@ -140,7 +140,7 @@ def read_number(text):
 
 
 # ---- 2. Advantages: better or worse than the group ---------------------------------------
-# Is a reward of 0.5 good? On a hard prompt it is, but not if all the other completions earn 1.5.
+# Is a reward of 0.5 good? On a hard prompt, yes, but not if all the other completions earn 1.5.
 # What counts is the difference from a *baseline*, the reward we can expect for this prompt. The
 # older method PPO trains a second network, the *critic*, to predict it. The critic is usually as
 # large as the policy. GRPO needs none: the baseline is the mean reward of the group. It also
@@ -314,8 +314,8 @@ def k3_kl(logprobs, ref_logprobs):
 #             [ min( r_it * A_i,  clip(r_it, 1 - eps, 1 + eps) * A_i )  -  beta * k3_it ]
 #
 #     A_i   = (R_i - mean(R_1..R_G)) / std(R_1..R_G)                                  section 2
-#     r_it  = pi_theta(o_it | q, o_i,<t) / pi_old(o_it | q, o_i,<t)                           4
-#     k3_it = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1, of the same token                   5
+#     r_it  = pi_theta(o_it | q, o_i,<t) / pi_old(o_it | q, o_i,<t)                   section 4
+#     k3_it = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1, of the same token           section 5
 #
 # with eps = 0.2 and beta = 0.04. Now the means. Completions differ in length, but the rows of a
 # tensor may not. So the short ones get padding, and a mask marks the real positions. Padding can
@@ -336,7 +336,7 @@ def average(per_token, mask, loss_type="grpo", max_completion_length=None):
         "grpo"     the mean over completions of the mean over their tokens: equation J. Section 3
                    leads to a plain sum, so the division by |o_i| is GRPO's own. With it, a long
                    wrong answer costs less per token than a short one, so wrong answers may grow
-        "dapo"     the mean over all tokens: each counts the same (arXiv:2503.14476: in a group)
+        "dapo"     the mean over all tokens: each counts the same (arXiv:2503.14476: per group)
         "dr_grpo"  the sum over all tokens, divided by n * max_completion_length: a constant that
                    does not depend on the lengths (arXiv:2503.20783)"""
     if loss_type == "grpo":
@@ -435,7 +435,7 @@ def compute_logprobs(model, completions, temperature=1.0):
 
 
 def pad_rows(rows, side, device):
-    """n lists of numbers as a tensor, filled up with 0, and its bool mask: (n, longest) each."""
+    """n lists of numbers as a tensor, padded with 0, and its bool mask: (n, longest) each."""
     # The mask comes from the lengths. It is tempting to use ids != pad_token_id instead. But if the
     # padding token is the end token, this hides the end tokens, and the model never learns to end.
     rows = [torch.tensor(row) for row in rows]
@@ -472,17 +472,17 @@ def forward(model, ids, mask, **more):
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     return model(input_ids=ids, attention_mask=mask, position_ids=positions, **more)
 
-# With masks, cuDNN's attention has given NaN gradients (pytorch#196678). So it is off.
+# Copy this, too: with masks, cuDNN's attention has given NaN gradients (pytorch#196678).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def autocast(model):
-    """In `with autocast(model):`, the model multiplies matrices in bfloat16, if its GPU can."""
+    """In `with autocast(model):`, the model multiplies matrices in bfloat16, if CUDA can."""
     # GPUs multiply bfloat16, a number format of 16 bits, several times as fast as float32. But the
     # weights must stay in float32: an optimizer step moves a weight by about 0.000001, and near
     # 0.02, where bfloat16 numbers are 0.00012 apart, it would be rounded away. So the `with` works
-    # on bfloat16 copies of the weights. (On a CPU with bfloat16 units, call `train` inside of
-    # `with torch.autocast("cpu", torch.bfloat16):`. It keeps its copies, so we drop them here.)
+    # on bfloat16 copies of the weights. (On a CPU with bfloat16 units, call `train` inside
+    # `with torch.autocast("cpu", torch.bfloat16):`. Its copies get old at an update: drop them.)
     torch.clear_autocast_cache()
     gpu = model.device.type == "cuda"
     return torch.autocast("cuda", torch.bfloat16,
@@ -518,8 +518,8 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
     """G = `num_generations` completions for each of B examples: B lists of G `Completion`.
 
     Examples are dicts with a "prompt", a string or a chat. Temperature 0 takes the likeliest token.
-    Leaves the model in eval mode, for the update, too: without dropout, which would make it another
-    policy, and without gradient checkpointing."""
+    Leaves the model in eval mode, for the update, too: dropout would make it another policy. (This
+    also turns off gradient checkpointing.)"""
     model.eval()
     end_ids = end_token_ids(model, tokenizer)
     prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
@@ -530,11 +530,11 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
     with torch.no_grad(), autocast(model):
         for _ in range(max_completion_length):
             out = forward(model, ids, mask, use_cache=True, logits_to_keep=1, **cache)
-            name = "cache" if "cache" in out else "past_key_values"  # before transformers 5.24
+            name = "cache" if "cache" in out else "past_key_values"  # before version 5.24
             if out.get(name) is None:
                 raise ValueError(f"{type(model).__name__} has no cache, which sampling needs")
             cache = {name: out[name]}
-            cache[name].get_seq_length()  # an error for Mamba, which would read the padding, too
+            cache[name].get_seq_length()  # raises for Mamba, whose state would take in padding
             logits = out.logits[:, -1]  # (n, V)
             if len(keep) != len(logits):  # after the prompts, and when completions have ended
                 index = torch.tensor(keep, device=model.device)
@@ -624,7 +624,7 @@ class GRPOConfig:
     """The settings of `train`: mostly TRL's names, but not its defaults."""
     num_generations: int = 8  # G, completions per prompt; 4 is few, 16 is comfortable
     prompts_per_step: int = 32  # B, prompts per step
-    sampling_batch_size: int = 256  # completions sampled at once; at least a group
+    sampling_batch_size: int = 256  # completions sampled at once, in whole groups
     max_completion_length: int = 512  # tokens at which a completion is cut off
     temperature: float = 1.0  # divides the logits; lower: less varied
     scale_rewards: str = "group"  # group, or none: do not divide by the std
@@ -641,7 +641,7 @@ class GRPOConfig:
     save_steps: int = 20  # steps between checkpoints
     seed: int = 0  # decides which prompts and tokens are drawn
 
-    def __post_init__(self):  # refuses values that cannot be
+    def __post_init__(self):  # every field is a choice or a number: refuse what it cannot be
         choices = {"loss_type": ("grpo", "dapo", "dr_grpo"), "scale_rewards": ("group", "none")}
         least = {"num_generations": 2, "warmup_steps": 0, "seed": 0, "learning_rate": 0, "beta": 0,
                  "epsilon": 0, "epsilon_high": 0, "temperature": 1e-6, "max_grad_norm": 1e-6}
@@ -681,7 +681,7 @@ def train(model, tokenizer, dataset, reward_fn, config, *, after_step=None, outp
     same seeds and prompts. On a CPU, the weights end bit for bit the same.
 
     Side effects: the weights become float32, the model is left in eval mode, each step sets the
-    seeds of Python, NumPy and torch, and cuDNN's attention is off in this process."""
+    seeds of Python, NumPy and torch. (Importing grpo has switched off cuDNN's attention.)"""
     if len(dataset) < config.prompts_per_step:
         raise ValueError(f"prompts_per_step is {config.prompts_per_step}, rows {len(dataset)}")
     model.float()  # section 7 says why
@@ -780,7 +780,7 @@ def train(model, tokenizer, dataset, reward_fn, config, *, after_step=None, outp
             # Many are cut off? Raise max_completion_length.
             "truncated_fraction": sum(c.truncated for c in completions) / len(completions),
             "loss": sums["loss"] / config.num_iterations,  # do not watch it: section 6
-            # Mean k3 per token (with beta=0 not measured: 0). Above 1? Lower the learning rate.
+            # Mean k3 per token (0, not measured, if beta=0). Above 1? Lower the learning rate.
             "kl": sums["kl"] / trained,
             "clip_fraction": sums["clip_fraction"] / trained,  # tokens that the clip has stopped
             # Above 1e-4 in float32, or 0.02 in bfloat16? Section 8 says where to look.
@@ -803,7 +803,7 @@ def train(model, tokenizer, dataset, reward_fn, config, *, after_step=None, outp
 
 def save_run(folder, config, history, state):
     """Write metrics.jsonl and, given a state, checkpoint.pt: 16 bytes a weight, 12 with beta=0."""
-    # default=float: `after_step` may add a NumPy number or a tensor, which JSON does not know.
+    # default=float: `after_step` may add a scalar of NumPy or torch, which JSON does not know.
     lines = [json.dumps(metrics, default=float) + "\n" for metrics in history]
     Path(folder, "metrics.jsonl").write_text("".join(lines))
     if state:
@@ -813,7 +813,7 @@ def save_run(folder, config, history, state):
         new.replace(Path(folder, "checkpoint.pt"))  # so it is always whole
 
 
-# On resume. (With more steps, the learning rate rises again, as it falls later.)
+# Settings that may differ on resume. (With more steps, the learning rate rises again.)
 MAY_CHANGE = ("steps", "save_steps", "micro_batch_size", "sampling_batch_size")
 
 
@@ -845,7 +845,7 @@ def open_run(folder, resume, config, state):
 #                       scale_rewards  loss_type  beta   num_iterations  epsilon, epsilon_high
 #     GRPO              group          grpo       0.04   1               0.2
 #     REINFORCE, RLOO   none           dr_grpo    0      1               any: nothing is clipped
-#     Dr. GRPO          none           dr_grpo    0      2 or more       0.2
+#     Dr. GRPO          none           dr_grpo    0      1 or more       0.2
 #     DAPO              group          dapo       0      2 or more *     0.2, 0.28
 #     GSPO, see below   group          grpo       0      2 or more *     3e-4, 4e-4
 #
@@ -880,7 +880,7 @@ def open_run(folder, resume, config, state):
 # sum(pi * d * grad log pi), since the other half of the product rule, sum(pi * grad log pi), is 0
 # (section 3). So the right factor of grad log pi is d:
 #
-#     penalty             factor       is the average gradient that of the KL?
+#     penalty             factor       is its average that of the token's KL?
 #     k1 = d              1            no: it is 0 on average, and penalises nothing
 #     |d|                 1 or -1      no: the same pull near and far
 #     k2 = d^2 / 2        d            yes, though k2 is not the KL
@@ -897,7 +897,7 @@ def open_run(folder, resume, config, state):
 #     loss = loss * (masked_mean(ratio, mask) <= 5)
 #
 # Left out: RLinf's entropy_bonus and use_valid_token_scale; several GPUs and fast samplers (TRL,
-# verl and RLinf have them); a learned reward model, rewards for single steps, a renewed reference.
+# verl and RLinf have them); a learned reward model, rewards for single steps, reference updates.
 
 
 if __name__ == "__main__":

@@ -60,14 +60,14 @@ def group():
     axes.set(xlim=(0, 10), ylim=(len(shown["answers"]) + 0.4, -1.4))
     axes.axis("off")
     axes.text(0, -0.9, f"step {shown['step']}: {shown['question']}", fontsize=10.5)
-    for x, words in ((6.1, "reward"), (7.1, "advantage")):
+    for x, words in ((5.8, "reward"), (7.4, "advantage")):
         axes.text(x, -0.05, words, ha="right", fontsize=9)
     for i, (text, reward, advantage) in enumerate(shown["answers"]):
         colour = GREEN if advantage > 0 else RED
         axes.text(0, i + 0.85, text, family="monospace", fontsize=10)
-        axes.text(6.1, i + 0.85, f"{reward:.0f}", ha="right", color=colour)
-        axes.text(7.1, i + 0.85, f"{advantage:+.2f}", ha="right", color=colour)
-        axes.text(7.4, i + 0.85, "more likely" if advantage > 0 else "less likely", color=colour)
+        axes.text(5.8, i + 0.85, f"{reward:.0f}", ha="right", color=colour)
+        axes.text(7.4, i + 0.85, f"{advantage:+.2f}", ha="right", color=colour)
+        axes.text(7.8, i + 0.85, "more likely" if advantage > 0 else "less likely", color=colour)
     save(figure, "group.svg")
 
 
