@@ -30,9 +30,8 @@ FIGURES = ("reward_mean", "completion_length", "truncated_fraction", "kl", "entr
 
 TOP_K_LEFT_ON = """\
 from transformers import TopKLogitsWarper, TopPLogitsWarper
-        logits = TopKLogitsWarper(20)(None, logits)
-        logits = TopPLogitsWarper(0.8)(None, logits)
-        tokens = draw_tokens(logits, temperature)"""
+            logits = TopPLogitsWarper(0.8)(None, TopKLogitsWarper(20)(None, logits))
+            logprobs = (logits.float() / (temperature or 1.0))"""
 ROUND_THE_WEIGHTS = """\
 (optimizer.step(), [p.data.copy_(p.data.bfloat16()) for p in model.parameters()])"""
 
@@ -54,15 +53,15 @@ GALLERY = {
     # The completions
     "sampled at 0.6": {"code": ("max_completion_length, config.temperature)",
                                 "max_completion_length, 0.6)")},
-    "top_k left on": {"code": ("tokens = draw_tokens(logits, temperature)", TOP_K_LEFT_ON)},
+    "top_k left on": {"code": ("logprobs = (logits.float() / (temperature or 1.0))",
+                               TOP_K_LEFT_ON)},
     "one end token known": {"code": ("return found", "return {min(found)}")},
     "no end in the mask": {
-        "code": ("return (logprobs, mask)",
-                 "return (logprobs, torch.nn.functional.pad(mask[:, 1:], (0, 1)))")},
+        "code": ("for c in batch]), mask,",
+                 "for c in batch]), torch.nn.functional.pad(mask[:, 1:], (0, 1)),")},
     "padded right": {"code": ("pad_rows(prompts, 'left'", "pad_rows(prompts, 'right'")},
     "no positions": {"code": ("mask.cumsum(dim=1)", "torch.ones_like(mask).cumsum(dim=1)")},
-    "targets not shifted": {"code": ("out.logits[:, -completion_length - 1:-1]",
-                                     "out.logits[:, -completion_length:]")},
+    "targets not shifted": {"code": ("out.logits[:, -T - 1:-1]", "out.logits[:, -T:]")},
     "cap 16": {"max_completion_length": 16},
     # The reward and the advantages
     "other order": {"reward": other_order},
@@ -73,7 +72,7 @@ GALLERY = {
     "sign of KL": {"code": ("surrogate - beta * kl", "surrogate + beta * kl")},
     "k3 upside down": {"code": ("(ref_logprobs - logprobs)", "(logprobs - ref_logprobs)")},
     "max for min": {"code": ("torch.min(ratio", "torch.max(ratio"), **FOUR_PASSES},
-    "pi_old renewed": {"code": ("if old is None:", "if True:"), **FOUR_PASSES},
+    "pi_old renewed": {"code": ("if update == 0:", "if True:"), **FOUR_PASSES},
     # The update
     "micro-batches alike": {"code": ("(loss * share).backward()", "loss.backward()"),
                             "micro_batch_size": 16},
@@ -129,6 +128,7 @@ def main():
             model = copy.deepcopy(base)
             history = train(name, model, tokenizer, train_data, seed=seed)
             end = evaluate(model, tokenizer, test_data, CAP)
+            del end["texts"]
             sampled = evaluate(model, tokenizer, test_data, CAP, temperature=1)["accuracy"]
             print(f"\n{name}, seed {seed}: {sampled:.1%} right when sampled, "
                   f"{end['accuracy']:.1%} greedily")
