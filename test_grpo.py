@@ -1,55 +1,53 @@
 # SPDX-License-Identifier: MIT-0
-r"""The tests of grpo.py and gsm8k_demo.py. They run offline, on the CPU: python -m pytest -q
+"""The tests of grpo.py and gsm8k_demo.py. They run offline, on the CPU: python -m pytest -q
 
-First the apples, then numbers and losses of documents on GRPO, then grpo.py, demo and README."""
+First five tests that teach, then five documents on GRPO, grpo.py section by section, the demo."""
 
 import copy
-import importlib
+import doctest
 import inspect
 import json
 import math
-import os
 import random
 import re
 import runpy
 import shlex
-import subprocess
+import shutil
 import sys
-import textwrap
+from contextlib import redirect_stdout
+from io import StringIO
+from itertools import product
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from pytest import approx, raises
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import inf, nan, ones, tensor, zeros
 from torch.testing import assert_close
-from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig,
+from transformers import (AutoConfig, AutoModelForCausalLM, GenerationConfig,
                           PreTrainedTokenizerFast)
 
 import grpo
 import gsm8k_demo
-from grpo import (Completion, GRPOConfig, average, clipped_surrogate, compute_logprobs,
-                  extract_boxed, group_advantages, grpo_loss, k3_kl, masked_mean, rule_reward,
-                  sample_groups, selective_log_softmax, train)
+from grpo import *  # noqa: F403
 
 parametrize = pytest.mark.parametrize
 torch.set_num_threads(1)  # matrices this small are done before a second thread wakes up
 
-def gradient(function, x):
-    """The gradient of function(x), which must be one number, with respect to x."""
+def numbers(text):  # as a tensor; "/" begins a new row
+    return tensor([[float(x) for x in row.split()] for row in text.split("/")]).squeeze(0)
+def gradient(function, x):  # of function(x), which is one number, with respect to x
     x = x.clone().requires_grad_()
     return torch.autograd.grad(function(x), x)[0]
 
 def slow_loss(logprobs, old_logprobs, ref_logprobs, advantages, *, epsilon=0.2, epsilon_high=None,
-              beta=0.04, loss_type="grpo", max_completion_length=None, relative=None):
-    """-J, one token at a time. Each of the first four is a list with an entry per completion: the
-    log-probs of its tokens (without padding), or its advantage. `relative` is a name in section 11
-    of grpo.py, "GSPO" or "TRL's KL"."""
+              beta=0.04, loss_type="grpo", max_completion_length=None, relative=None):  # it is -J
     high = epsilon if epsilon_high is None else epsilon_high
-    sums, lengths = [], []
+    sums, lengths = [], [len(pi) for pi in logprobs]
     for pi, old, ref, A in zip(logprobs, old_logprobs, ref_logprobs, advantages):
         total = 0.0
         for t in range(len(pi)):
@@ -62,245 +60,239 @@ def slow_loss(logprobs, old_logprobs, ref_logprobs, advantages, *, epsilon=0.2, 
                 kl = ratio * kl
             total = total + min(ratio * A, clipped * A) - beta * kl
         sums.append(total)
-        lengths.append(len(pi))
     if loss_type == "grpo":
         return -sum(s / max(1, length) for s, length in zip(sums, lengths)) / len(sums)
     return -sum(sums) / (sum(lengths) if loss_type == "dapo" else len(sums) * max_completion_length)
 
-# ==== The apples ===========================================================================
-# The case that runs through grpo.py. Completions 2 and 3 have one token; NaN is their padding.
-TEXTS = [r"3+2 = \boxed{5}", r"\boxed{5}", r"\boxed{6}", r"3-2 = \boxed{1}"]
-LOGPROBS = tensor([[0.3, 0.2], [0.1, nan], [0.3, nan], [0.1, 0.2]]).log()
-OLD = torch.full((4, 2), 0.2).log()  # the log-probs of pi_old, and of pi_ref as well
-REST = OLD, OLD, tensor([1.0, 1.0, -1.0, -1.0]), ~LOGPROBS.isnan()  # with advantages and mask
+# ==== Five tests that teach =======================================================================
+def test_the_apples_from_texts_to_loss_and_gradient():
+    texts = [r"3+2 = \boxed{5}", r"\boxed{5}", r"\boxed{6}", r"3-2 = \boxed{1}"]
+    rewards = tensor([rule_reward(text, "5") for text in texts])
+    advantages = group_advantages(rewards)
+    assert rewards.tolist() == [1.5, 1.5, 0.5, 0.5] and advantages.tolist() == [1, 1, -1, -1]
+    pi = numbers("0.3 0.2 / 0.1 nan / 0.3 nan / 0.1 0.2")  # 2 and 3 have one token, then padding
+    old = zeros(4, 2) + math.log(0.2)  # pi_old gave each token 0.2, and pi_ref, too
+    def loss(logprobs):
+        return grpo_loss(logprobs, old, old, advantages, ~pi.isnan())[0]
+    surrogate = (1.2 + 1.0) / 2 + 0.5 - 1.5 - (0.8 + 1.0) / 2  # a mean for each completion
+    k3 = 0.0721 / 2 + 0.3069 + 0.0721 + 0.3069 / 2
+    assert loss(pi.log()).item() == approx(-(surrogate - 0.04 * k3) / 4, abs=1e-5)  # 0.2057
+    assert_close(gradient(loss, pi.log()), tensor([
+        [0.04 / 3 / 8, -1 / 8],  # good. Token 1 is clipped, so only the KL pulls it back
+        [(-0.5 - 0.04) / 4, 0],  # good, but less likely than before: up, and the KL agrees
+        [(1.5 + 0.04 / 3) / 4, 0],  # bad, and more likely than before: down
+        [-0.04 / 8, 1 / 8]]))  # bad. Token 1 is clipped
+    # In the first update pi_theta is pi_old: the loss is 0, but its gradient is -A / |o_i| / N.
+    assert loss(old) == 0
+    assert_close(gradient(loss, old), numbers("-1 -1 / -2 0 / 2 0 / 1 1") / 8)
 
-def apples_loss(logprobs, loss_type="grpo"):
-    return grpo_loss(logprobs, *REST, loss_type=loss_type, max_completion_length=4)[0]
-
-APPLES = {  # what, the call, and its result
-    "rewards": (lambda: [rule_reward(text, "5") for text in TEXTS], [1.5, 1.5, 0.5, 0.5]),
-    "advantages": (lambda: group_advantages(tensor([1.5, 1.5, 0.5, 0.5])), [1.0, 1.0, -1.0, -1.0]),
-    "grpo loss": (lambda: apples_loss(LOGPROBS), 0.205685),
-    "dapo loss": (lambda: apples_loss(LOGPROBS, "dapo"), 0.105053),
-    "dr_grpo loss": (lambda: apples_loss(LOGPROBS, "dr_grpo"), 0.039395),
-    "gradient": (lambda: gradient(apples_loss, LOGPROBS),  # 0 at padding
-                 [[0.04 / 3 / 8, -1 / 8], [(-0.5 - 0.04) / 4, 0],
-                  [(1.5 + 0.04 / 3) / 4, 0], [-0.04 / 8, 1 / 8]]),
-    # Six tokens; k3 sums to 0.757970, and the clip has stopped two of them.
-    "metrics": (lambda: list(grpo_loss(LOGPROBS, *REST)[1].values()), [0.205685, 0.126328, 1 / 3]),
-    "first loss": (lambda: apples_loss(OLD), 0.0),  # while pi_theta is still pi_old
-    "first gradient": (lambda: gradient(apples_loss, OLD),  # -A / |o_i| / N, not 0
-                       [[-1 / 8, -1 / 8], [-1 / 4, 0], [1 / 4, 0], [1 / 8, 1 / 8]]),
-    # The example of section 3: the KL is 0.005, and k3 is near it at each token.
-    "k3 of +0.1 and -0.1": (lambda: k3_kl(zeros(2), tensor([0.1, -0.1])), [0.005171, 0.004837])}
-
-def test_clip_table():
-    """The table of section 2, with A = +1 and with A = -1: ratios above the limit and below the
-    limit, 1, and a ratio between the limits (Hands-on, 9.3.2: 0.8 and 1.2; Book, 11.1.3)."""
+def test_the_corners_of_the_clip():
+    """With A = +1, then with A = -1. The slope is with respect to log pi, where r has slope r."""
     def surrogate(log_ratio):
         return clipped_surrogate(log_ratio.exp(), tensor([1.0, -1.0]))
-    log_ratio = tensor([[1.5, 0.5, 1.0, 1.1], [1.5, 0.5, 1.0, 0.9]]).log()
-    assert_close(surrogate(log_ratio), tensor([[1.2, 0.5, 1.0, 1.1], [-1.5, -0.8, -1.0, -0.9]]))
-    slopes = gradient(lambda log_ratio: surrogate(log_ratio).sum(), log_ratio)
-    assert_close(slopes, tensor([[0.0, 0.5, 1.0, 1.1], [-1.5, 0.0, -1.0, -0.9]]))
-
-@parametrize("x, expected, slope", [  # x is log(pi_ref/pi_theta); first the table of section 3
+    x = numbers("0.5 0.9 1.0 1.1 1.5 / 0.5 0.9 1.0 1.1 1.5").log()
+    assert_close(surrogate(x), numbers("0.5 0.9 1.0 1.1 1.2 / -0.8 -0.9 -1.0 -1.1 -1.5"))
+    slopes = gradient(lambda x: surrogate(x).sum(), x)
+    assert_close(slopes, numbers("0.5 0.9 1.0 1.1 0 / 0 -0.9 -1.0 -1.1 -1.5"))
+@parametrize("x, expected, slope", [  # x is log(pi_ref/pi_theta)
     (math.log(2), 0.306853, -1.0), (0.0, 0.0, 0.0), (math.log(2 / 3), 0.072132, 1 / 3),
-    (1e-4, 5e-9, -1e-4),  # x^2/2 and -x. In float32, e^x - 1 - x would be off by 1e-8
-    (60.0, math.exp(50) - 51, 0.0),
-    (-60.0, 59.0, 1.0)])  # Explained, Clipping KL Differences, cuts here, too: no gradient is left
+    (1e-4, 5e-9, -1e-4), (-60.0, 59.0, 1.0),  # x^2/2 near 0, -x far below it
+    (60.0, math.exp(50) - 51, 0.0)])  # stopped at 50, so it stays finite (as in Explained, 185)
 def test_k3_and_its_gradient(x, expected, slope):
-    """Scratch, The Full GRPO Objective: 0.307 and 0. Explained, (12): 0 only where x is 0. They are
-    precise near 0, and finite far away. The slope is the gradient with respect to log pi."""
+    """k3 is e^x - 1 - x, and its slope with respect to log pi is 1 - e^x."""
     def k3(logprobs):
         return k3_kl(logprobs, tensor(x))
-    assert k3(tensor(0.0)).item() == approx(expected, rel=1e-3, abs=1e-12)
-    assert gradient(k3, tensor(0.0)).item() == approx(slope, rel=1e-3, abs=1e-12)
+    found = k3(tensor(0.0)).item(), gradient(k3, tensor(0.0)).item()
+    assert found == approx((expected, slope), rel=1e-3)
 
-def test_running_grpo_prints_the_apples(capsys):
+def test_the_loop_on_the_first_page_is_what_train_does(monkeypatch):
+    """Without `train`'s seeds. It is stopped after two steps of a million: its rate is constant."""
+    [loop] = [block for block in grpo.__doc__.split("\n\n") if "for step in range" in block]
+    loop = "if True:\n" + loop.replace("1e-6", "0.001").replace("512", "6")
+    def stop(metrics, groups):
+        if metrics["step"] == 2:
+            raise KeyboardInterrupt
+    monkeypatch.setattr(grpo, "set_seed", lambda seed: None)
+    length = lambda completions, **columns: [len(text) for text in completions]  # the reward
+    ours, theirs, start = tiny_model(), tiny_model(), weights_of(tiny_model())
+    random.seed(1), torch.manual_seed(1)
+    exec(loop, vars(grpo) | dict(model=ours, tokenizer=tiny_tokenizer(), examples=PROMPTS,
+                                 reward_fn=length, B=2, G=4, steps=2))
+    random.seed(1), torch.manual_seed(1)
+    with raises(KeyboardInterrupt):
+        run_small(theirs, length, after_step=stop, prompts_per_step=2, learning_rate=0.001,
+                  steps=1_000_000, max_grad_norm=1e9)
+    moved = (weights_of(ours) - start).norm()
+    assert moved > 0 and (weights_of(ours) - weights_of(theirs)).norm() < 1e-3 * moved
+
+def test_running_grpo_prints_the_apples_and_the_smallest_policy_learns(capsys):
     runpy.run_path(grpo.__file__, run_name="__main__")
-    printed = capsys.readouterr().out
-    assert re.search(r"d\{5} +1.5 +1.0 +0.5 +0.5 +0.3069 +-0.1350\n.*loss 0.2057", printed, re.S)
+    _, *lines = capsys.readouterr().out.splitlines()  # the first line has the columns' names
+    assert lines[:7] == [
+        r"3+2 = \boxed{5}      1.5        1.0    1.5        1.2  0.0721    0.0017",
+        r"3+2 = \boxed{5}      1.5        1.0    1.0        1.0  0.0000   -0.1250",
+        r"\boxed{5}            1.5        1.0    0.5        0.5  0.3069   -0.1350",
+        r"\boxed{6}            0.5       -1.0    1.5       -1.5  0.0721    0.3783",
+        r"3-2 = \boxed{1}      0.5       -1.0    0.5       -0.8  0.3069   -0.0050",
+        r"3-2 = \boxed{1}      0.5       -1.0    1.0       -1.0  0.0000    0.1250",
+        "loss 0.2057"]
+    means = [float(line.split()[-1]) for line in lines if "mean reward" in line]
+    assert means[0] <= 0.9 and means[-1] >= 1.2  # 0.5 is for a box, and 1 more for a 5 in it
+def test_what_stands_below_each_prompt_of_the_docstrings_is_true():
+    failures, examples = doctest.testmod(grpo)
+    assert failures == 0 and examples >= 10
 
-# ==== Five documents about GRPO ============================================================
+# ==== Five documents about GRPO ===================================================================
 #   Scratch    "Group-Relative Policy Optimization (GRPO) — From Scratch", an article
-#   Book       "Reinforcement Learning from Human Feedback" by Nathan Lambert, chapter 11
-#   Explained  "GRPO Objective Function Explained", a tutorial
+#   Book       "Reinforcement Learning from Human Feedback" by Nathan Lambert (rlhfbook.com), ch. 11
+#   Explained  "GRPO Objective Function Explained", a tutorial, after joschu.net/blog/kl-approx.html
 #   Hands-on   "9.3 Hands-on: GRPO Training and Core Mechanisms", a section of a course
 #   RLinf      "组相对策略优化 (GRPO)", of RLinf's documentation. It prints no results
-# Where a document prints a wrong number, here is the right one, and a comment says what it prints.
-FOUR = tensor([1.5, 1.0, 0.0, 0.0])  # Hands-on, 9.3, at the start
-FIVE = tensor([2.0, 3.5, 1.0, 4.0, 2.5])  # Scratch, The Key Insight
-EIGHT = tensor([1.5, 0.0, 1.5, 0.0, 1.0, 1.5, 0.5, 1.5])  # Hands-on, 9.3.3, Choosing k
-# Book, 11.2.2: the losses of two answers, of 5 and 10 tokens. (At padding, the book has nothing.)
-LOSSES = tensor([[1.0, 1, 1, 1, 10, 7, 7, 7, 7, 7], [1, 1, 1, 1, 1, 1, 1, 1, 1, 10]])
-MASK = torch.arange(10) < tensor([[5], [10]])
-# Its script: ratios of two answers, of 4 and 7 tokens, which are also the mask. Advantages are 2.
-RATIOS = tensor([[1.0, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
+# The papers: arXiv:1707.06347 (PPO), 2402.03300 (GRPO), 2501.12948 (DeepSeek-R1), 2503.14476
+# (DAPO), 2503.20783 (Dr. GRPO), 2507.18071 (GSPO). "Corrected" figures are ours.
+def assert_printed(found, printed):  # rounded to as many digits; whole numbers are exact
+    found, words = torch.as_tensor(found).flatten().tolist(), printed.split()
+    rounded = [round(x, len(word.partition(".")[2]) or 6) for x, word in zip(found, words)]
+    assert len(found) == len(words) and rounded == [float(word) for word in words]
+def mean_and_std(rewards):
+    centered = group_advantages(rewards, "none")
+    return [(rewards - centered)[0], (centered / group_advantages(rewards))[0]]
+# Book, 11.2.2: losses of two answers; then ratios of two others, of 4 and 7 tokens, also as a mask.
+LOSSES, MASK = numbers("1 1 1 1 10 7 7 7 7 7 / 1 1 1 1 1 1 1 1 1 10"), tensor([[1, 0], [1, 1]])
+MASK, RATIOS = MASK.repeat_interleave(5, dim=1), numbers("1 1 1 1 0 0 0 / 1 1 1 1 1 1 1")
+def slopes(loss_type, advantage=2):
+    return gradient(lambda ratios: average(advantage * ratios, RATIOS, loss_type, 7), RATIOS)
 
-def clip(ratio, A, epsilon=0.2):
-    return clipped_surrogate(tensor([[ratio]]), tensor([A]), epsilon)[0, 0]
+def test_scratch_as_printed():
+    """Quick Recap, The Key Insight and The Full GRPO Objective."""
+    def clip(A, epsilon=0.2):
+        return clipped_surrogate(tensor([[1.3]]), tensor([A]), epsilon)
+    assert_printed([clip(2.0, epsilon=99), clip(1.0), clip(2.0)], "2.6 1.2 2.4")
+    rewards = numbers("2.0 3.5 1.0 4.0 2.5")
+    mean, std = mean_and_std(rewards)
+    assert_printed([mean, std**2, std], "2.6 1.14 1.07")
+    assert_printed(group_advantages(rewards, "none") ** 2, "0.36 0.81 2.56 1.96 0.01")
+    assert_printed(group_advantages(rewards), "-0.56 0.84 -1.50 1.31 -0.09")
+    k3 = k3_kl(zeros(2), numbers("2 1").log())  # 2 - 0.693 - 1 = 0.307, and 1 - 0 - 1 = 0
+    assert_printed([*(numbers("2 1") - k3 - 1), *k3], "0.693 0 0.307 0")
+def test_book_as_printed():
+    """11.2.2: seq_1_loss and seq_2_loss, weighting sequences equally, the script, its gradients."""
+    assert_printed(masked_mean(LOSSES, MASK, dim=1), "2.8 1.9")
+    assert_printed(average(LOSSES, MASK), "2.35")
+    assert_printed(masked_mean(2 * RATIOS, RATIOS, dim=1), "2. 2.")
+    assert_printed([average(2 * x, x, "dr_grpo", 7) for x in RATIOS.split(1)], "1.1429 2.0000")
+    assert_printed(masked_mean(RATIOS, RATIOS), "1.")
+    assert_printed(slopes("grpo"), 4 * "0.2500 " + 3 * "0.0000 " + 7 * "0.1429 ")
+    assert_printed(slopes("dr_grpo"), 4 * "0.1429 " + 3 * "0.0000 " + 7 * "0.1429 ")
+def test_book_corrected():
+    assert_printed(average(LOSSES, MASK, "dapo"), "2.2")  # 11.2.2 prints 2.27, which is 34/15
+    # 11.2.2 prints 0.2338: the gradient of masked_sum, 0.1429, had not been set to zero.
+    assert_printed(slopes("dapo", 1), 4 * "0.090909 " + 3 * "0 " + 7 * "0.090909 ")
+    # 11.2.3.1, the first update. (11.2.4 prints minus beta * KL: leaving pi_ref would pay.)
+    new, ref = zeros(1, 1), tensor([[2.0]]).log()
+    assert_printed(grpo_loss(new, new, ref, ones(1), ones(1, 1))[0], "-0.987726")
+def test_explained_10_and_6():
+    """(10) prints that E[r] - 1 is 0. So in (6), E[k3] is the KL. pi_theta draws 0.2 and 0.8."""
+    pi, ref = numbers("0.2 0.8"), numbers("0.5 0.5")
+    k1, k3 = (pi / ref).log(), k3_kl(pi.log(), ref.log())
+    assert_printed(pi @ (k3 - k1), "0")
+    assert_printed(pi @ k3, "0.192745")  # 0.2 * log(0.2 / 0.5) + 0.8 * log(0.8 / 0.5), ours
 
-PRINTED = {  # where, the call, and the number
-    "Scratch, The Key Insight: squares": (lambda: group_advantages(FIVE, "none").square(),
-                                          [0.36, 0.81, 2.56, 1.96, 0.01]),
-    "Scratch: mean": (lambda: FIVE - group_advantages(FIVE, "none"), [2.6] * 5),
-    "Scratch: std": (lambda: (FIVE - 2.6)[0] / group_advantages(FIVE)[0], 1.067708),
-    "Scratch: advantages": (lambda: group_advantages(FIVE),
-                            [-0.561951, 0.842927, -1.498537, 1.311220, -0.093659]),
-    "Scratch, Quick Recap: no clip, the clipped ratio, the min": (
-        lambda: [clip(1.3, 2.0, epsilon=99), clip(1.3, 1.0), clip(1.3, 2.0)], [2.6, 1.2, 2.4]),
-    "Book, 11.2.2: seq_1_loss, seq_2_loss": (lambda: masked_mean(LOSSES, MASK, dim=1), [2.8, 1.9]),
-    "Book, 11.2.2: equal sequences": (lambda: average(LOSSES, MASK), 2.35),
-    "Book, 11.2.2: equal tokens": (lambda: average(LOSSES, MASK, "dapo"), 2.2),  # printed: 2.27
-    "Book, 11.2.2: masked_mean": (lambda: masked_mean(2 * RATIOS, RATIOS, dim=1), [2.0, 2.0]),
-    "Book, 11.2.2: masked_sum": (lambda: [average(2 * one, one, "dr_grpo", 7)
-                                          for one in (RATIOS[:1], RATIOS[1:])], [1.142857, 2.0]),
-    "Book, 11.2.2: masked_mean_token_level": (lambda: masked_mean(RATIOS, RATIOS), 1.0),
-    # The rule pays nothing without a box. Printed for these four: 1.5, 1.0, 0, 0
-    "Hands-on, 9.3: scores": (lambda: [rule_reward(answer, "5") for answer in (
-        "3 + 2 = 5, so the answer is 5.", "The answer is 5.", "It should be 6.",
-        "I am not sure, perhaps it is 4.")], [0.0] * 4),
-    "Hands-on, 9.3: differences": (lambda: group_advantages(FOUR, "none"),
-                                   [0.875, 0.375, -0.625, -0.625]),
-    "Hands-on, 9.3.1: good, bad, before training, after training": (lambda: [
-        rule_reward("First compute the eggs left each day: 16 - 3 - 4 = 9.\nThere are 7 days in a "
-                    "week, so she can sell: 9 * 7 = 63.\n\\boxed{63}", "63"),
-        rule_reward("I think she can sell about 50 eggs. \\boxed{50}", "63"),
-        rule_reward("I think there are 7 left. \\boxed{7}", "7"),
-        rule_reward("Let me calculate step by step:\n- John starts with 15 apples.\n- He gives 3 "
-                    "to Mary: 15 - 3 = 12.\n- He gives 5 more to Kevin: 12 - 5 = 7.\n- Therefore 7 "
-                    "apples are left.\n\\boxed{7}", "7")], [1.5, 0.5, 1.5, 1.5]),
-    # 7 is right, and earns 1.5. Printed: -1.2, 0.1, 0.8, 0.1, 1.5 (for the 15), 0.1, -0.3, 0.6
-    "Hands-on, 9.3.3: 3 7 12 7 15 7 8 10": (
-        lambda: group_advantages(tensor([0.5, 1.5, 0.5, 1.5, 0.5, 1.5, 0.5, 0.5])),
-        [-0.774597, 1.290994] * 3 + [-0.774597] * 2),
-    # printed: 0, 0, 0, -0.5, 0, 0, 0, 0
-    "Hands-on, 9.3.3: 7 7 7 8 7 7 7 7": (
-        lambda: group_advantages(tensor([1.5] * 3 + [0.5] + [1.5] * 4)),
-        [0.377964] * 3 + [-2.645751] + [0.377964] * 4),
-    # printed: mean 0.875, std 0.637, and 0.82, -1.23, 0.82, -1.23, 0.12, 0.82, -0.53, 0.82
-    "Hands-on, 9.3.3: mean": (lambda: EIGHT - group_advantages(EIGHT, "none"), [0.9375] * 8),
-    "Hands-on, 9.3.3: std": (lambda: (group_advantages(EIGHT, "none") / group_advantages(EIGHT))[0],
-                             0.634306),
-    "Hands-on, 9.3.3: advantages": (lambda: group_advantages(EIGHT), [
-        0.886796, -1.477994, 0.886796, -1.477994, 0.098533, 0.886796, -0.689730, 0.886796])}
-FORMULAS = {  # their formulas, with numbers of ours
-    # Book, 11.1.4: times G / (G - 1), Dr. GRPO's advantage is the reward less the others' mean
-    "Book, 11.1.4: RLOO": (lambda: 4 / 3 * group_advantages(FOUR, "none"),
-                           [1.5 - 1.0 / 3, 1.0 - 1.5 / 3, -2.5 / 3, -2.5 / 3]),
-    # Explained, Combining Terms. (Book, 11.2.4, prints minus beta * KL: leaving pi_ref would pay.)
-    "Book, 11.2.3.1: first update": (lambda: grpo_loss(
-        zeros(1, 1), zeros(1, 1), tensor([[2.0]]).log(), ones(1), ones(1, 1))[0],
-        -1 + 0.04 * 0.306853),
-    "Book, 11.2.4: clip_frac of the ratios 1.1 and 1.3": (lambda: grpo_loss(
-        tensor([[1.1, 1.3]]).log(), zeros(1, 2), None, tensor([9.0]), ones(1, 2),
-        beta=0)[1]["clip_fraction"], 0.5),
-    # 0.8 * log(0.8 / 0.5) + 0.2 * log(0.2 / 0.5), where pi_theta draws 0.8 and 0.2
-    "Explained, (6): k3 on average": (lambda: tensor([0.8, 0.2]) @ k3_kl(
-        tensor([0.8, 0.2]).log(), tensor([0.5, 0.5]).log()), 0.192745)}
+GOOD = ("First compute the eggs left each day: 16 - 3 - 4 = 9.\nThere are 7 days in a week, so she "
+        "can sell: 9 * 7 = 63.\n\\boxed{63}")  # Hands-on, 9.3.1
+BAD = "I think she can sell about 50 eggs. \\boxed{50}"
 
-@parametrize("name", [*APPLES, *PRINTED, *FORMULAS])
-def test_numbers_of_the_apples_and_of_the_documents(name):
-    call, expected = {**APPLES, **PRINTED, **FORMULAS}[name]
-    assert_close(torch.as_tensor(call()), tensor(expected), atol=2e-6, rtol=0)
+def test_hands_on_as_printed():
+    """9.3, its start; 9.3.1, good and bad; 9.3.2, exp(0) - 0 - 1; 9.3.3, late."""
+    rewards = numbers("1.5 1.0 0.0 0.0")
+    assert_printed(mean_and_std(rewards)[0], "0.625")
+    assert_printed(group_advantages(rewards, "none"), "0.875 0.375 -0.625 -0.625")
+    assert_printed([rule_reward(GOOD, "63"), rule_reward(BAD, "63")], "1.5 0.5")
+    assert_printed(k3_kl(ones(1), ones(1)), "0")
+    assert_printed(group_advantages(zeros(8) + 1.5), 8 * "0 ")
 
-@parametrize("loss_type, advantage, short, long", [
-    ("grpo", 2, 0.25, 0.1429), ("dr_grpo", 2, 0.1429, 0.1429),
-    ("dapo", 1, 0.0909, 0.0909)])  # without advantages. Printed: 0.2338, as if 1/7 had been left
-def test_gradients_of_the_ratios(loss_type, advantage, short, long):
-    """Book, 11.2.2. With the "grpo" mean, a token of the short answer counts more."""
-    found = gradient(lambda ratios: average(advantage * ratios, RATIOS, loss_type, 7), RATIOS)
-    assert_close(found, tensor([[short] * 4 + [0] * 3, [long] * 7]), atol=5e-5, rtol=0)
-
-# ---- Their loss functions: what computes, with 0.2 and 0.04 put in. (Lines of the documents.) ----
-def scratch(log_probs, old_log_probs, ref_log_probs, advantages, mask):  # lines 286 to 305
-    ratio, adv = torch.exp(log_probs - old_log_probs), advantages.unsqueeze(1)
-    policy_loss = torch.min(ratio * adv, torch.clamp(ratio, 1 - 0.2, 1 + 0.2) * adv)
-    kl_ratio = torch.exp(ref_log_probs - log_probs)
-    per_token_loss = policy_loss - 0.04 * (kl_ratio - torch.log(kl_ratio) - 1.0)
-    return -((per_token_loss * mask).sum(dim=1) / mask.sum(dim=1)).mean()
-
-def book(new_logps, per_token_logps, ref_logps, advantages, completion_mask):  # lines 318 to 331
-    per_token_kl = torch.exp(ref_logps - new_logps) - (ref_logps - new_logps) - 1  # not in the book
-    ratio, advantages = torch.exp(new_logps - per_token_logps), advantages.unsqueeze(1)
-    pg_losses2 = -advantages * torch.clamp(ratio, 1.0 - 0.2, 1.0 + 0.2)
-    per_token_loss = torch.max(-advantages * ratio, pg_losses2) + 0.04 * per_token_kl
-    return ((per_token_loss * completion_mask).sum(dim=1) / completion_mask.sum(dim=1)).mean()
-
-def explained(per_token_logps, gen_logps, ref_logps, advantages, mask):  # lines 184 to 207
-    diff = torch.clamp(ref_logps - per_token_logps, min=-50.0, max=50.0)
-    ratio, advantages = torch.exp(per_token_logps - gen_logps), advantages.unsqueeze(1)
-    clipped_ratio = torch.clamp(ratio, 1 - 0.2, 1 + 0.2)
-    per_token_loss = torch.min(ratio * advantages, clipped_ratio * advantages)
-    per_token_loss = -(per_token_loss - 0.04 * (torch.exp(diff) - diff - 1))
-    return ((per_token_loss * mask).sum(dim=1) / (mask.sum(dim=1) + 1e-8)).mean()
-
-def hands_on(new_logprobs, old_logprobs, ref_logprobs, advantages, mask):  # its lines 99 to 108
-    ratio = torch.exp(new_logprobs - old_logprobs)[:, 0]  # one log-prob for each whole answer
-    surr2 = torch.clamp(ratio, 1.0 - 0.2, 1.0 + 0.2) * advantages
-    log_ratio_ref = ref_logprobs - new_logprobs
-    approx_kl = (torch.exp(log_ratio_ref) - log_ratio_ref - 1.0).mean()
-    return -torch.min(ratio * advantages, surr2).mean() + 0.04 * approx_kl
-
-@parametrize("theirs, longest", [(scratch, 9), (book, 9), (explained, 9), (hands_on, 1)])
-def test_the_documents_losses_and_gradients_are_ours(theirs, longest):
-    """On fifty random completions of up to `longest` tokens."""
+def test_hands_on_corrected():
+    assert rule_reward("3 + 2 = 5, so the answer is 5.", "5") == 0  # 9.3 prints 1.5, without a box
+    # 9.3.3, early, where 7 is right. Printed: -1.2 0.1 0.8 0.1 1.5 (for the 15) 0.1 -0.3 0.6
+    advantages = group_advantages(numbers("0.5 1.5 0.5 1.5 0.5 1.5 0.5 0.5"))
+    assert_printed(advantages, 3 * "-0.7746 1.2910 " + 2 * "-0.7746 ")
+    # Middle. Printed: 0 0 0 -0.5 0 0 0 0
+    advantages = group_advantages(numbers("1.5 1.5 1.5 0.5 1.5 1.5 1.5 1.5"))
+    assert_printed(advantages, 3 * "0.3780 " + "-2.6458 " + 4 * "0.3780 ")
+    # Choosing k. Printed: 0.875 0.637, and 0.82 -1.23 0.82 -1.23 0.12 0.82 -0.53 0.82
+    rewards = numbers("1.5 0.0 1.5 0.0 1.0 1.5 0.5 1.5")
+    assert_printed([*mean_and_std(rewards), *group_advantages(rewards)], "0.9375 0.6343 "
+                   "0.8868 -1.4780 0.8868 -1.4780 0.0985 0.8868 -0.6897 0.8868")
+@parametrize("eps, library, factor", [  # Scratch 257, Book 310, Explained 281, Hands-on [C], 775:
+    (0, tensor, 7 / 8), (1e-4, tensor, 7 / 8), (1e-8, np.array, 1),  # one line, with another eps,
+    (1e-8, tensor, 7 / 8), (0, np.array, 1)])  # in torch (which divides by G - 1) or in NumPy
+def test_the_documents_advantages_are_ours(eps, library, factor):
+    rewards = library([1.5, 0.0, 1.5, 0.0, 1.0, 1.5, 0.5, 1.5])
+    theirs = torch.as_tensor((rewards - rewards.mean()) / (rewards.std() + eps)).float()
+    ours = group_advantages(torch.as_tensor(rewards)) * math.sqrt(factor)
+    assert_close(theirs, ours, rtol=3e-4, atol=0)
+@parametrize("line", [359, 388])
+def test_the_rules_of_the_course_are_ours(line):
+    """Hands-on, 9.3.1, for texts with one box. (Of several, theirs take the first.)"""
+    for text, answer in [(GOOD, "63"), (BAD, "63"), (GOOD, "x"), (r"\boxed{ 7 }", "7"),
+                         ("It is 7.", "7"), (r"\boxed{}", "7"), (r"\boxed{x}", "x")]:
+        boxed = re.search(r"\\boxed\{([^}]+)\}", text)
+        right = boxed and boxed.group(1).strip() == answer
+        if line == 359 and boxed and answer != "x":
+            right = abs(float(boxed.group(1)) - float(answer)) < 0.01
+        assert rule_reward(text, answer) == (1.5 if right else 0.5 if boxed else 0.0), text
+def their_losses(new, old, ref, A, mask):  # Scratch 286, Book 318, Explained 184, Hands-on 99
+    ratio, A, diff = torch.exp(new - old), A.unsqueeze(1), ref - new
+    surr2, kl_ratio = torch.clamp(ratio, 1 - 0.2, 1 + 0.2) * A, torch.exp(diff)
+    scratch = torch.min(ratio * A, surr2) - 0.04 * (kl_ratio - torch.log(kl_ratio) - 1.0)
+    book = torch.max(-A * ratio, -surr2) + 0.04 * (kl_ratio - diff - 1)
+    diff = torch.clamp(diff, min=-50.0, max=50.0)
+    explained = -(torch.min(ratio * A, surr2) - 0.04 * (torch.exp(diff) - diff - 1))
+    hands_on = -torch.min(ratio * A, surr2).mean() + 0.04 * (kl_ratio - diff - 1.0).mean()
+    means = [(x * mask).sum(dim=1) / mask.sum(dim=1) for x in (-scratch, book, explained)]
+    return [*(mean.mean() for mean in means), hands_on]
+@parametrize("longest, which", [(9, 0), (9, 1), (9, 2), (1, 3)])
+def test_the_documents_losses_and_gradients_are_ours(longest, which):
     torch.manual_seed(0)
-    logprobs, old, ref = torch.randn(3, 50, longest, dtype=torch.float64) / 3 - 2
+    logprobs, old, ref = torch.randn(3, 50, longest, dtype=torch.float64) / 3 - 2  # 50 answers
     mask = torch.arange(longest) < torch.randint(1, longest + 1, (50, 1))
     rest = old, ref, torch.randn(50, dtype=torch.float64), mask
-    def ours(logprobs):
-        return grpo_loss(logprobs, *rest)[0]
-    assert_close(ours(logprobs), theirs(logprobs, *rest))
-    assert_close(gradient(ours, logprobs), gradient(lambda x: theirs(x, *rest), logprobs))
+    assert_close(grpo_loss(logprobs, *rest)[0], their_losses(logprobs, *rest)[which])
+    slopes = gradient(lambda x: their_losses(x, *rest)[which], logprobs)
+    assert_close(gradient(lambda x: grpo_loss(x, *rest)[0], logprobs), slopes)
 
-# ==== Section by section ==========================================================================
-# ---- 1 to 4. Advantages, ratio and clip, the masked mean -----------------------------------------
-def test_advantages_are_of_each_group_by_itself():
-    """And rewards may be whole numbers."""
-    rewards = tensor([[0, 0, 1, 1], [5 * 10**9, 5 * 10**9, 9 * 10**9, 9 * 10**9], [3, 3, 3, 3]])
-    assert group_advantages(rewards).tolist() == [[-1, -1, 1, 1], [-1, -1, 1, 1], [0, 0, 0, 0]]
+# ==== Section by section: 1 to 6, from the reward to the loss =====================================
+@parametrize("answer, right, wrong", [  # boxes that hold the answer, and boxes that do not
+    ("63", "63/ 63.0 /$63/63./+63/063", "36/--63/63 apples/60+3"), (None, "", "63"), ("", "", "63"),
+    ("1000", "1,000/1{,}000/1000\\%", "1e3/1_000/1,00/1 000/1$000/,/1,000,000"), (" x ", "x", "1"),
+    ("-1234567.5", "-1,234,567.5./$- 1234567.5", "-1234,567.5/1234567.5"),
+    (2**53, "9007199254740992", "9007199254740993"), (63, "63", "64"),
+    ("$5.00", "\\$5/5. \\%/5.009", "5.01/4.99"), ("3", "3", "nan/\u0663"), ("\\pi", "\\pi", "3"),
+    ("7", "8}? \\boxed{7", "7}? \\boxed{8"),  # the last. In quadratic time, these take minutes:
+    *(("7", "7", "1" + 300_000 * x + "x") for x in ("\\boxed", "{}", "9", ",000", "$", " "))])
+def test_which_box_holds_which_answer(answer, right, wrong):
+    for boxes, reward in (right, 1.5), (wrong, 0.5):
+        for box in filter(None, boxes.split("/")):
+            assert rule_reward("So it is \\boxed{" + box + "}.", answer) == reward, box[:99]
 
+@parametrize("text", ["\\boxed{63}, \\boxed{6", "\\boxed{{63}", "\\boxed 63", "\\boxed{ }", "63"])
+def test_without_a_whole_last_box_nothing_is_paid(text):
+    assert rule_reward(text, "63") == 0
 @parametrize("scale_rewards", ["group", "none"])
-@parametrize("rewards, signs", [
-    ([1.5] * 8, [0] * 8), ([0.0] * 8, [0] * 8),  # Hands-on: all right (9.3.3, late), all wrong
-    ([-0.7] * 7, [0] * 7), ([0.1 + 0.2, 0.3, 0.3], [0, 0, 0]), ([1e6, 1e6 + 1], [-1, 1]),
+@parametrize("rewards, signs", [  # in float64
+    ("-0.7 -0.7 -0.7", "0 0 0"), ("0.30000000000000004 0.3", "0 0"), ("1000000 1000001", "-1 1"),
     # The std of two rewards is half of their difference, and 2e-7 of the largest is the limit.
-    ([1, 1 + 3.9e-7], [0, 0]), ([1, 1 + 4.1e-7], [-1, 1]), ([0, 1e-9], [-1, 1])])
+    ("1 1.00000039", "0 0"), ("1 1.00000041", "-1 1"), ("0 0.000000001", "-1 1")])
 def test_rewards_that_are_equal_but_for_rounding_give_exactly_0(rewards, signs, scale_rewards):
-    advantages = group_advantages(tensor(rewards, dtype=torch.float64), scale_rewards)
-    assert advantages.isfinite().all() and advantages.sign().tolist() == signs
+    rewards = tensor([float(word) for word in rewards.split()], dtype=torch.float64)
+    assert group_advantages(rewards, scale_rewards).sign().equal(numbers(signs))
+@parametrize("log_ratio, A, slope", [  # bad and unclipped; stopped at e^50; clipped, and not NaN
+    (49.0, -1.0, math.exp(49)), (1000.0, -1.0, 0.0), (1000.0, 1.0, 0.0)])
+def test_the_gradient_of_a_huge_ratio_is_finite(log_ratio, A, slope):
+    def loss(logprobs):
+        return grpo_loss(logprobs, zeros(1, 1), None, tensor([A]), ones(1, 1), beta=0)[0]
+    assert gradient(loss, tensor([[log_ratio]])).item() == approx(slope, rel=1e-4)
 
-def test_a_group_of_one_and_an_unknown_scale_are_refused():
-    with raises(ValueError, match="two or more"):  # RLinf, 4: always at least two answers
-        group_advantages(ones(3, 1))
-    with raises(ValueError, match="'std', not 'group'"):
-        group_advantages(ones(3, 2), "std")
-
-@parametrize("b", [0.0, 7.0, -2.0])
-def test_the_gradient_on_average_is_that_of_the_expected_reward(b):
-    """As section 2 derives it: with ratios that are not 1, and with any baseline b."""
-    pi_old, logits = tensor([0.1, 0.2, 0.4, 0.3]), tensor([1.0, 0.5, 0.0, -0.5])
-    rewards = tensor([0.0, 2.0, 1.0, 5.0])  # of the four tokens
-    drawn = tensor([0, 1, 1, 2, 2, 2, 2, 3, 3, 3])  # ten tokens, as often as pi_old draws them
-    def loss(logits):  # of ten completions of one token
-        logprobs, old_logprobs = logits.log_softmax(dim=0)[drawn, None], pi_old.log()[drawn, None]
-        return grpo_loss(logprobs, old_logprobs, None, rewards[drawn] - b, ones(10, 1), beta=0,
-                         epsilon=99)[0]  # so large that nothing is clipped
-    def expected_reward(logits):
-        return (logits.softmax(dim=0) * rewards).sum()
-    assert_close(gradient(loss, logits), -gradient(expected_reward, logits))
-
-def test_masked_mean_takes_what_is_set_and_nothing_else():
-    values = tensor([[1.0, 3.0, nan], [inf, nan, 7.0], [8.0, nan, -inf]])
-    mask = tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]])
-    assert masked_mean(values, mask) == 4
-    assert masked_mean(values, mask, dim=1).tolist() == [2, 0, 8]  # 0, where none is set
-    assert_close(gradient(lambda values: masked_mean(values, mask), values), mask.float() / 3)
-    assert masked_mean(values, ones(3, 3)).isnan()  # a NaN at a real position shows
-
-# ---- 5. The loss ---------------------------------------------------------------------------------
 MAX_LENGTH = 7  # for dr_grpo
 def loss_inputs():
     """Six completions of up to five tokens, one of them empty, for .ci/trl_figures.py, too."""
@@ -308,9 +300,7 @@ def loss_inputs():
     mask = torch.arange(5) < tensor([[5], [1], [0], [3], [4], [2]])
     return dict(logprobs=0.4 * noise[0] - 2, old_logprobs=0.4 * noise[1] - 2,
                 ref_logprobs=0.4 * noise[2] - 2, advantages=noise[3, :, 0], mask=mask)
-
-def both(loss, padding=0.0, relative=None, **settings):
-    """`loss` and the slow loss, as functions of the log-probs. The slow one never sees padding."""
+def both(loss, padding=0.0, relative=None, **settings):  # as functions of the log-probs
     *three, advantages, mask = loss_inputs().values()
     logprobs, old, ref = (x.masked_fill(~mask, padding) for x in three)
     def ours(logprobs):
@@ -329,38 +319,15 @@ def test_loss_and_gradient_are_the_slow_ones(settings, loss_type, padding):
                                 max_completion_length=MAX_LENGTH, **settings)
     assert_close(ours(logprobs), slow(logprobs))
     assert_close(gradient(ours, logprobs), gradient(slow, logprobs))
-
 def test_pi_old_and_pi_ref_get_no_gradient():
-    inputs = loss_inputs()
-    inputs["old_logprobs"].requires_grad_()
-    inputs["ref_logprobs"].requires_grad_()
+    inputs = {name: x.requires_grad_("_logprobs" in name) for name, x in loss_inputs().items()}
     assert not grpo_loss(**inputs)[0].requires_grad
 
-@parametrize("said, wrong", [  # log-probs and mask should be (6, 5), and advantages (6,)
-    (r"\(5,\)", dict(logprobs=zeros(5))), (r"\(1, 5\)", dict(old_logprobs=zeros(1, 5))),
-    (r"\(6, 1\)", dict(ref_logprobs=zeros(6, 1))), (r"\(6, 1\)", dict(mask=zeros(6, 1))),
-    (r"\(5,\)", dict(advantages=zeros(5))), ("ref_logprobs are needed", dict(ref_logprobs=None)),
-    ("'mean'", dict(loss_type="mean")), ("'dr_grpo'", dict(loss_type="dr_grpo"))])
-def test_wrong_arguments_of_the_loss_are_refused(said, wrong):
-    with raises(ValueError, match=said):
-        grpo_loss(**{**loss_inputs(), **wrong})
-
-def test_grpo_loss_runs_where_it_is_pasted():
-    """With the four functions that it calls, in a file that has only `import torch`."""
-    pasted = {"torch": torch}
-    for function in (clipped_surrogate, k3_kl, masked_mean, average, grpo_loss):
-        exec(inspect.getsource(function), pasted)
-    assert pasted["grpo_loss"](**loss_inputs())[0] == grpo_loss(**loss_inputs())[0]
-
 # ==== A tiny world, for all that needs a model ====================================================
-# Three tokens end a completion: one in the model's generation_config, one in its config, and one in
-# the tokenizer, which is also its padding. All others are letters and digits.
+# Three tokens end a completion: 36 (in generation_config), 37 (in config), 38 (in the tokenizer).
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
-
 PROMPTS = [{"prompt": "abcdefg"}, {"prompt": "h"}, {"prompt": "ijk"}]
-
-def tiny_tokenizer():
-    """Its chat template turns a user's "b" into "u", "b", 36, and opens the answer with "a"."""
+def tiny_tokenizer():  # a user's "b" becomes "u", "b", 36; "a" opens the answer
     vocabulary = {token: i for i, token in enumerate([*LETTERS, "<36>", "<37>", "<38>"])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -370,8 +337,7 @@ def tiny_tokenizer():
         tokenizer_object=core, chat_template=template, eos_token="<38>", pad_token="<38>",
         additional_special_tokens=["<36>", "<37>"])
 
-def tiny_model(family="qwen2", seed=0, end_logit=1.0, **settings):
-    """A random model with large weights. No completion ends if `end_logit` is -100."""
+def tiny_model(family="qwen2", seed=0, end_logit=1.0, **settings):  # end_logit -100: it never ends
     torch.manual_seed(seed)
     shapes = dict(vocab_size=39, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                   head_dim=8, num_attention_heads=4, num_key_value_heads=2, eos_token_id=37,
@@ -381,156 +347,48 @@ def tiny_model(family="qwen2", seed=0, end_logit=1.0, **settings):
     model.lm_head.bias = torch.nn.Parameter(end_logit * (torch.arange(39) > 35), False)
     model.generation_config.eos_token_id = [36]
     return model
-
-def slow_logprobs(model, completion, temperature=1.0):
-    """log pi of each token. The model reads one completion, without cache and padding."""
-    ids = tensor([completion.prompt_ids + completion.ids])
-    logits = model(ids, use_cache=False).logits[0, len(completion.prompt_ids) - 1 : -1]
-    return (logits / temperature).log_softmax(dim=-1)[range(len(completion.ids)), completion.ids]
-
+def slow_logprobs(model, completion, temperature=1.0):  # of one text, without cache and padding
+    ids, n = tensor([completion.prompt_ids + completion.ids]), len(completion.ids)
+    logits = model(ids, use_cache=False).logits[0, -n - 1 : -1]
+    return (logits / temperature).log_softmax(dim=-1)[range(n), completion.ids]
 def run_small(model, reward=None, data=PROMPTS, after_step=None, output_dir=None, resume=False,
-              **settings):
-    """`train` with four completions of three prompts. Returns the metrics without the seconds."""
+              **settings):  # 4 completions of 3 prompts. It gives the metrics, without seconds
+    config = GRPOConfig(**dict(steps=2, prompts_per_step=3, num_generations=4, warmup_steps=0,
+                               max_completion_length=6, learning_rate=0.01) | settings)
     def random_rewards(completions, **columns):
         return random.choices([0, 1, 2], k=len(completions))
-    small = dict(steps=2, prompts_per_step=3, num_generations=4, max_completion_length=6,
-                 learning_rate=0.01, warmup_steps=0)
-    history = train(model, tiny_tokenizer(), data, reward or random_rewards,
-                    GRPOConfig(**small | settings), after_step, output_dir, resume)
+    history = train(model, tiny_tokenizer(), data, reward or random_rewards, config,
+                    after_step=after_step, output_dir=output_dir, resume=resume)
     return [{x: metrics[x] for x in metrics if "seconds" not in x} for metrics in history]
 
 def weights_of(model):
     return torch.cat([weight.detach().flatten() for weight in model.parameters()])
-
-def steps_of(model, **settings):
-    """A small run. Returns the metrics, the groups, and the weights after each step."""
+def steps_of(model, **settings):  # metrics, groups and weights after each step of a small run
     steps = []
     run_small(model, after_step=lambda *step: steps.append([*step, weights_of(model)]), **settings)
     return steps
-
-def watch(model):
-    """A list that gets kind, rows and logits of each forward pass (also of pi_ref, a deep copy)."""
-    passes = []
-    def note(module, arguments, inputs, output):
-        kind = "update" if torch.is_grad_enabled() else "sample" if inputs["use_cache"] else "score"
-        passes.append((kind, len(output.logits), output.logits.detach()))
+def watch(model):  # lists kind and logits of each forward pass, also of pi_ref, a copy
+    passes, kinds = [], {(True, False): "sample", (False, False): "read", (False, True): "learn"}
+    def note(module, arguments, inputs, output):  # a sample with a gradient would be a KeyError
+        kind = kinds[inputs["use_cache"], output.logits.requires_grad]
+        passes.append((kind, output.logits.detach()))
     model.register_forward_hook(note, with_kwargs=True)
     return passes
 
-# ---- 6. The loop ---------------------------------------------------------------------------------
-@parametrize("settings", [
-    dict(), dict(beta=0), dict(beta=0.5, loss_type="dapo"), dict(loss_type="dr_grpo"),
-    dict(num_iterations=2, epsilon=0.01), dict(num_iterations=2, epsilon=0.01, epsilon_high=0.5),
-    dict(scale_rewards="none"), dict(max_grad_norm=1e9)], ids=str)
-def test_two_steps_are_the_slow_steps(settings):
-    """The model comes in bfloat16, with dropout. In step 2, pi_ref is that from before step 1."""
-    model, slow, reference = (tiny_model("gpt2").bfloat16() for _ in range(3))
-    slow, reference, start = slow.float().eval(), reference.float().eval(), weights_of(slow)
-    config = GRPOConfig(max_completion_length=6, **settings)
-    of_loss = {name: getattr(config, name) for name in (
-        "epsilon", "epsilon_high", "beta", "loss_type", "max_completion_length")}
-    optimizer = torch.optim.AdamW(slow.parameters(), weight_decay=0.0)
-    steps = steps_of(model, learning_rate=0.003, temperature=0.8, **settings)
-    for metrics, groups, weights in steps:
-        rewards = tensor([[c.reward for c in group] for group in groups])
-        advantages = rewards - rewards.mean(dim=1, keepdim=True)
-        if config.scale_rewards == "group":
-            advantages /= rewards.std(dim=1, correction=0, keepdim=True).clamp(min=1e-9)
-        old, ref = ([slow_logprobs(policy, c, 0.8).detach() for c in sum(groups, [])]
-                    for policy in (slow, reference))
-        optimizer.param_groups[0]["lr"], found = metrics["learning_rate"], []
-        for _ in range(config.num_iterations):
-            logprobs = [slow_logprobs(slow, c, 0.8) for c in sum(groups, [])]
-            loss = slow_loss(logprobs, old, ref, advantages.flatten(), **of_loss)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(slow.parameters(), config.max_grad_norm)
-            found.append([loss.item(), norm.item()])
-            optimizer.step()
-            optimizer.zero_grad()
-        means = approx(tensor(found).mean(dim=0).tolist(), rel=1e-3, abs=1e-4)
-        assert [metrics["loss"], metrics["grad_norm"]] == means
-        still = weights_of(slow) == start  # end tokens' embeddings: only a decay would move them
-        assert still.any() and weights[still].equal(start[still])
-        assert (weights - weights_of(slow)).norm() < 0.02 * (weights_of(slow) - start).norm()
-
-@parametrize("beta", [0.0, 0.5])
-@parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_the_split_into_micro_batches_changes_nothing(loss_type, beta):
-    """Neither the metrics nor, as step 2 shows, the weights."""
-    whole, split = (run_small(tiny_model("llama"), learning_rate=0.001, loss_type=loss_type,
-                              beta=beta, micro_batch_size=size, num_iterations=2, epsilon=0.01)
-                    for size in (12, 1))
-    assert split == [approx(metrics, rel=1e-3, abs=1e-5) for metrics in whole]
-
-@parametrize("settings, expected", [  # the first score is pi_ref's, the second pi_old's
-    (dict(num_iterations=2), "sample 3, sample 12, score 12, score 12, update 12, update 12"),
-    (dict(beta=0), "sample 3, sample 12, update 4"),  # four advantages are not 0
-    (dict(micro_batch_size=7), "sample 3, sample 12, score 7, score 5, update 7, update 5"),
-    (dict(sampling_batch_size=8), "sample 2, sample 8, sample 1, sample 4, score 12, update 12"),
-    (dict(sampling_batch_size=1, beta=0), 3 * "sample 1, sample 4, " + "update 4")], ids=str)
-def test_the_forward_passes_of_a_step(settings, expected):
-    """Sampling reads the prompts, then one token of each. Only what teaches is computed."""
-    passes = watch(model := tiny_model(end_logit=-100.0))
-    run_small(model, lambda **columns: [1, 1, 1, 1] + 2 * [0, 1, 2, 1], **dict(
-        steps=1, max_completion_length=2, micro_batch_size=12) | settings)
-    assert ", ".join(f"{kind} {rows}" for kind, rows, _ in passes) == expected
-
-def test_a_gradient_that_is_not_finite_moves_nothing_and_is_said(capsys):
-    """It is NaN in the second of three steps."""
-    model, factors = tiny_model(), iter([1, nan, 1])
-    model.lm_head.weight.register_hook(lambda slope: slope * next(factors))
-    steps = steps_of(model, steps=3, micro_batch_size=12, beta=0)
-    first, second, third = [weights for *_, weights in steps]
-    assert first.equal(second) and not second.equal(third) and steps[1][0]["grad_norm"] == 0
-    assert "step 2: no update" in capsys.readouterr().out
-
-def test_each_step_of_each_seed_draws_its_own_examples_and_tokens():
-    """A step has two groups of three completions, of five tokens each. The data is a Dataset."""
-    data = Dataset.from_list([{"prompt": "a", "number": i} for i in range(99)])
-    examples, tokens = set(), set()
-    for seed in (0, 1):
-        for _, groups, _ in steps_of(tiny_model(end_logit=-100.0), seed=seed, prompts_per_step=2,
-                                     num_generations=3, max_completion_length=5, data=data,
-                                     learning_rate=0):
-            assert [[len(c.ids) for c in group] for group in groups] == [[5, 5, 5], [5, 5, 5]]
-            examples.add(tuple(group[0].example["number"] for group in groups))
-            tokens.update(tuple(c.ids) for c in sum(groups, []))
-    assert len(examples) == 4 and len(tokens) == 24
-
-@parametrize("steps, rates", [(1, [0.06, 0.045, 0.03, 0.015]), (2, [0.03, 0.06, 0.04, 0.02])])
-def test_the_rate_rises_and_falls(steps, rates):
-    history = run_small(tiny_model(), learning_rate=0.06, warmup_steps=steps, steps=4)
-    assert [metrics["learning_rate"] for metrics in history] == approx(rates)
-
-def test_six_metrics_of_a_step_by_hand():
-    """Logits are doubled in sampling, as at temperature 0.5, so there is a sampler_gap."""
-    def double(module, arguments, inputs, output):
-        output.logits.mul_(2 if inputs["use_cache"] else 1)
-    model = tiny_model()
-    model.register_forward_hook(double, with_kwargs=True)
-    [(metrics, groups, _)] = steps_of(model, steps=1, reward=lambda **columns: 4 * [1] + 4 * [0, 1])
-    completions = sum(groups, [])
-    drawn, trained = (torch.cat([slow_logprobs(tiny_model(), c, temperature) for c in completions])
-                      for temperature in (0.5, 1))
-    gap, cut = (drawn - trained).abs().mean(), [c for c in completions if c.ids[-1] < 36]
-    assert [metrics[name] for name in (
-        "reward_mean", "entropy", "completion_length", "truncated_fraction", "sampler_gap",
-        "zero_variance_fraction")
-    ] == approx([sum(c.reward for c in completions) / 12, -drawn.mean().item(), len(drawn) / 12,
-                 len(cut) / 12, gap.item(), 1 / 3], rel=1e-4)
-    assert all(0 < metrics[f"{part}_seconds"] < 60 for part in ("sample", "reward", "update"))
-
-# ---- 7 and 9. Sampling, and log-probs ------------------------------------------------------------
-def test_a_completion_ends_with_its_first_end_token_or_is_cut_off():
-    chat = {"prompt": [{"role": "user", "content": "b"}]}  # becomes u b 36 a, by the template
-    completions = sum(sample_groups(tiny_model(), tiny_tokenizer(), [*PROMPTS, chat], 400, 8), [])
-    assert completions[-1].prompt_ids == [20, 1, 36, 0]
-    for c in completions:
-        assert max(c.ids[:-1], default=0) < 36 and c.truncated == (c.ids[-1] < 36)
-        assert len(c.ids) == 8 or not c.truncated
-        assert c.text.split() == [LETTERS[i] for i in c.ids if i < 36]
-    # All of this happens: completions of 8 tokens end with each of the three, or are cut off.
-    assert {c.ids[-1] for c in completions if len(c.ids) == 8} > {36, 37, 38}
+# ---- 7 and 8. Log-probs, and sampling ------------------------------------------------------------
+@parametrize("family, settings", [
+    ("llama", {}), ("gpt2", {}), ("bloom", {}), ("phi3", {}), ("mistral", dict(sliding_window=3)),
+    ("gemma2", dict(final_logit_softcapping=2.0, query_pre_attn_scalar=8, sliding_window=3)),
+    ("lfm2", dict(layer_types=["conv", "full_attention"])), ("jamba", dict(attn_layer_period=2,
+     attn_layer_offset=1, num_experts=2, mamba_d_state=4, use_mamba_kernels=False))])
+def test_sampling_and_training_compute_what_the_slow_way_computes(family, settings):
+    """Texts are longer than windows. GPT-2 has dropout. The last two have more than attention."""
+    model = tiny_model(family, **settings)
+    completions = sum(sample_groups(model, tiny_tokenizer(), PROMPTS, 4, 8, temperature=0.7), [])
+    padded, mask = compute_logprobs(model, completions, temperature=0.7)
+    slow = torch.cat([slow_logprobs(model, c, temperature=0.7) for c in completions])
+    for found in (padded[mask], tensor(sum([c.sampler_logprobs for c in completions], []))):
+        assert_close(found, slow, atol=1e-4, rtol=0)
 
 def test_tokens_are_drawn_from_the_softmax_and_nothing_else():
     """Without top_k, top_p and penalty, which come with a checkpoint, and `generate` obeys."""
@@ -542,150 +400,257 @@ def test_tokens_are_drawn_from_the_softmax_and_nothing_else():
     counts = tensor([c.ids[0] for c in group]).bincount(minlength=39)
     wanted = 20_000 * (model(tensor([[0]])).logits[0, -1] / 0.7).softmax(dim=-1)
     assert ((counts - wanted).abs() < 4 * wanted.sqrt() + 1).all()  # four standard deviations
-
-@parametrize("family, settings", [
-    ("llama", {}), ("gpt2", {}), ("bloom", {}), ("phi3", {}), ("mistral", dict(sliding_window=3)),
-    ("qwen3_moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)),
-    ("gemma2", dict(final_logit_softcapping=2.0, query_pre_attn_scalar=8, sliding_window=3)),
-    ("lfm2", dict(layer_types=["conv", "full_attention"])),  # a convolution, which has a state
-    ("jamba", dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=4,
-                   use_mamba_kernels=False))])  # a recurrent layer, and one with attention
-def test_sampling_and_training_compute_what_the_slow_way_computes(family, settings):
-    """Texts are longer than windows. Models come in train mode, in which GPT-2 has dropout."""
-    model = tiny_model(family, **settings)
-    completions = sum(sample_groups(model, tiny_tokenizer(), PROMPTS, 4, 8), [])
-    padded, mask = compute_logprobs(model, completions)
-    slow = torch.cat([slow_logprobs(model, c) for c in completions])
-    for found in (tensor(sum([c.sampler_logprobs for c in completions], [])), padded[mask]):
-        assert_close(found, slow, atol=3e-5, rtol=0)
-    assert not torch.backends.cuda.cudnn_sdp_enabled()  # it has given NaN gradients on a GPU
-
+def test_temperature_0_takes_the_likeliest_token():
+    for [c] in sample_groups(model := tiny_model(), tiny_tokenizer(), PROMPTS, 1, 8, temperature=0):
+        logits = model(tensor([c.prompt_ids + c.ids])).logits[0, len(c.prompt_ids) - 1 : -1]
+        assert logits.argmax(dim=-1).tolist() == c.ids
+def test_a_completion_ends_with_its_first_end_token_or_is_cut_off():
+    completions = sum(sample_groups(tiny_model(), tiny_tokenizer(), PROMPTS, 500, 8), [])
+    for c in completions:
+        assert max(c.ids[:-1], default=0) < 36 and c.truncated == (c.ids[-1] < 36)
+        assert len(c.ids) == 8 or not c.truncated
+        assert c.text.split() == [LETTERS[i] for i in c.ids if i < 36]
+    # All of this happens: completions of 8 tokens end with each of the three, or are cut off.
+    assert {c.ids[-1] for c in completions if len(c.ids) == 8} > {36, 37, 38}
+@parametrize("prompt, ids", [
+    ("ab", [37, 0, 1]),  # the tokenizer puts 37 before a text, as some put their BOS
+    ([{"role": "user", "content": "b"}], [20, 1, 36, 0]),  # "a" opens the answer
+    ([{"role": "user", "content": "b"}, {"role": "assistant", "content": "xy"}],
+     [20, 1, 36, 0, 23, 24])])  # an answer that has begun: it is not closed with 36
+def test_what_the_model_reads_of_a_prompt(prompt, ids):
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<37> $A", special_tokens=[("<37>", 37)])
+    assert encode_prompt(tokenizer, prompt) == ids
 def test_the_softmax_is_in_float32_whatever_the_model_computes_in():
-    """In bfloat16, the softmax of the same logits would be off by some hundredths."""
-    logits = torch.linspace(-3, 3, 39).bfloat16()
-    assert_close(selective_log_softmax(logits, tensor(5)), logits.float().log_softmax(dim=0)[5])
+    logits = torch.linspace(-3, 3, 39).bfloat16()  # whose softmax would be off by hundredths
+    model = lambda **inputs: Mock(logits=logits.expand(1, 2, 39))
+    found = token_logprobs(model, tensor([[0, 5]]), ones(1, 2), 1)
+    assert_close(found.view(()), logits.float().log_softmax(dim=0)[5])
+def test_matrices_are_multiplied_in_bfloat16_where_the_gpu_can(monkeypatch):
+    found = []
+    def record(device_type, dtype=None, enabled=True, cache_enabled=None):
+        found.append((dtype, enabled))
+    monkeypatch.setattr(torch, "autocast", record)
+    for device, can in ("cpu", True), ("cuda", False), ("cuda", True):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **settings: can)
+        grpo.autocast(Mock(device=torch.device(device)))
+    assert found == [(torch.bfloat16, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+def test_importing_grpo_starts_no_gpu_and_turns_off_what_has_given_nan_there():
+    assert not torch.cuda.is_initialized() and not torch.backends.cuda.cudnn_sdp_enabled()
 
-def test_a_model_without_cache_or_end_token_is_refused():
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-    for family in ("openai-gpt", "mamba"):
-        with raises(ValueError, match="no attention cache|only contain LinearAttention"):
-            sample_groups(tiny_model(family), tokenizer, PROMPTS, 1, 5)
-    model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token = None
-    with raises(ValueError, match="eos_token_id"):
-        sample_groups(model, tokenizer, PROMPTS, 1, 5)
-
-# ---- 8. The reward -------------------------------------------------------------------------------
-@parametrize("answer, right, wrong", [  # boxes that hold the answer, and boxes that do not
-    ("63", ["63", " 63.0 ", "$63", "63.", "+63", "063"], ["36", "--63", "63 apples", "60+3"]),
-    ("1000", ["1,000", "1{,}000", "1000\\%"], ["1e3", "1_000", "1,00", "1 000", "1$000", ","]),
-    ("-1234567.5", ["-1,234,567.5.", "$- 1234567.5"], ["-1234,567.5", "1234567.5"]),
-    ("$5.00", ["\\$5", "5. \\%", "5.009"], ["5.01", "4.99"]), ("8", [], ["8,000"]),
-    (" x ", ["x"], ["1"]), (".5", [".5"], ["0.5"]), ("3", [], ["nan", "\u0663"]), (63, ["63"], []),
-    (None, [], ["63"]), ("", [], ["63"]), ("\\frac{1}2", ["\\frac{1}2"], []),
-    # In quadratic time, these texts would take many minutes.
-    ("7", [], ["1" + 300_000 * piece + "x" for piece in ("\\boxed", "{}", "9", ",000", "$", " ")]),
-    (2**53 - 1, ["9007199254740991.0"], ["9007199254740990"]), (3000000, [], ["3,000,000.01"]),
-    (2**53, ["9007199254740992"], ["9007199254740992.0", "9007199254740993"])])
-def test_which_box_holds_which_answer(answer, right, wrong):
-    for box in right + wrong:
-        expected = 1.5 if box in right else 0.5
-        assert rule_reward("So it is \\boxed{" + box + "}.", answer) == expected, box
-
-@parametrize("text, box, reward", [
-    ("\\boxed{50}? No: \\boxed{63}", "63", 1.5), ("\\boxed{63}? No: \\boxed{50}", "50", 0.5),
-    ("\\boxed{63}. So \\boxed{6", None, 0), ("\\boxed 63", None, 0),
-    ("\\boxed{}", "", 0), ("\\boxed{ }", "", 0), ("\\boxed{a{b}c} d}", "a{b}c", 0.5),
-    ("\\boxed{{63}", None, 0)])
-def test_only_the_last_box_counts_and_it_must_be_complete(text, box, reward):
-    assert (extract_boxed(text), rule_reward(text, "63")) == (box, reward)
-
+# ---- 9. The loop, its settings and files ---------------------------------------------------------
 CHAT = [{"role": "user", "content": "b"}]
-def two_completions():
-    """Of a string and of a chat. The data has a column "numbers"."""
+def two_completions():  # of a string and of a chat. The data has a column "numbers"
     return [Completion({"prompt": "a", "numbers": [1]}, prompt_ids=[0], ids=[7], text="x"),
             Completion({"prompt": [dict(*CHAT)], "numbers": [2]}, [0], ids=[8], text="y")]
 
-@parametrize("returned", [[0.1, 0], tensor([1.0, 0.0]), tensor([1.0, 0.0]).numpy(), (True, False)])
+@parametrize("returned", [[0.1, 0], tensor([1.0, 0.0]), np.ones(2), (True, False)], ids=str)
 def test_a_reward_function_is_called_as_trl_calls_one(returned):
     """It may return its numbers in a list, a tensor, an array, or as True and False."""
     reward, completions = Mock(return_value=returned), two_completions()
-    assert grpo.grade(reward, completions).tolist() == [*returned]
+    assert grade(reward, completions).tolist() == [*returned]
     assert [completion.reward for completion in completions] == [*returned]
     reward.assert_called_once_with(prompts=["a", CHAT], numbers=[[1], [2]], completions=[
         "x", [{"role": "assistant", "content": "y"}]], completion_ids=[[7], [8]])
-
-@parametrize("said, rewards", [
-    ("1 rewards for 2", [1]), ("3 rewards for 2", [1, 1, 1]), ("'x' is nan", [nan, 1]),
-    ("'y' is inf", [1, inf]), ("'y' is None", [1, None])])
-def test_rewards_other_than_n_finite_numbers_are_refused(said, rewards):
-    with raises(ValueError, match=said):
-        grpo.grade(Mock(return_value=rewards), two_completions())
-
 def test_a_reward_function_gets_copies():
     """What it changes is neither learned nor in the data."""
     def meddle(prompts, completion_ids, numbers, **columns):
         for column in (prompts[1][0], prompts[1], completion_ids[0], numbers[0]):
             column.clear()
         return [0, 0]
-    grpo.grade(meddle, completions := two_completions())
+    grade(meddle, completions := two_completions())
     assert completions == two_completions()
 
-# ---- 10. Settings, precision, files --------------------------------------------------------------
+def slow_step(model, reference, optimizer, groups, config):  # tokens are drawn at temperature 1
+    completions, t, rows = sum(groups, []), config.temperature, []
+    rewards = tensor([[c.reward for c in group] for group in groups])
+    advantages = group_advantages(rewards, config.scale_rewards).flatten()
+    drawn = torch.cat([slow_logprobs(model, c).detach() for c in completions])
+    old, ref = ([slow_logprobs(x, c, t).detach() for c in completions] for x in (model, reference))
+    A = torch.cat([a.expand(len(x)) for a, x in zip(advantages, old)])  # of each token
+    for _ in range(config.num_iterations):
+        new = [slow_logprobs(model, c, t) for c in completions]
+        loss = slow_loss(new, old, ref, advantages, **{name: getattr(config, name) for name in (
+            "epsilon", "epsilon_high", "beta", "loss_type", "max_completion_length")})
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        r, x = (torch.cat(new) - torch.cat(old)).exp(), torch.cat(ref) - torch.cat(new)
+        clipped = torch.where(A > 0, r > 1 + (config.epsilon_high or config.epsilon),
+                              (A < 0) & (r < 1 - config.epsilon))
+        each = (x.exp() - x - 1) * (config.beta > 0), clipped, (drawn - torch.cat(old)).abs()
+        each = [y[(A != 0) | (config.beta > 0)].float().mean() for y in each]  # what is learned
+        rows.append([y.item() for y in (loss, norm, *each)])
+    names = "loss", "grad_norm", "kl", "clip_fraction", "sampler_gap"
+    return dict(zip(names, np.mean(rows, axis=0)), reward_mean=rewards.mean().item(),
+                zero_variance_fraction=(rewards.std(dim=1) == 0).float().mean().item(),
+                entropy=-drawn.mean().item(), completion_length=len(A) / len(completions),
+                truncated_fraction=np.mean([c.ids[-1] < 36 for c in completions]))
+
+TWICE = dict(num_iterations=2)
+@parametrize("settings", [
+    TWICE, dict(beta=0), TWICE | dict(beta=0, loss_type="dapo"), dict(max_grad_norm=1e9),
+    TWICE | dict(beta=0.5, loss_type="dapo"), TWICE | dict(beta=0, loss_type="dr_grpo"),
+    TWICE | dict(epsilon=0.01, epsilon_high=0.5),
+    dict(scale_rewards="none", warmup_steps=2)], ids=str)
+def test_the_metrics_of_three_steps_are_those_of_the_slow_loop(settings, monkeypatch):
+    """The model comes in bfloat16 and with dropout. The sampler has another temperature. Of the
+    rewards 0, 1, 2, 1, two advantages are 0. pi_ref is always the model from before step 1."""
+    monkeypatch.setattr(grpo, "sample_groups", lambda *some: sample_groups(*some[:5], 1.0))
+    settings = dict(temperature=0.8, learning_rate=0.003, steps=3) | settings
+    model, slow, reference = (tiny_model("gpt2").bfloat16() for _ in range(3))
+    slow, reference = slow.float().eval(), reference.float().eval()
+    optimizer = torch.optim.AdamW(slow.parameters(), weight_decay=0.0)
+    for metrics, groups, _ in steps_of(
+            model, reward=lambda **columns: [0, 1, 2, 1] + [1] * 4 + [1, 3, 0, 1], **settings):
+        optimizer.param_groups[0]["lr"] = metrics["learning_rate"]
+        config = GRPOConfig(max_completion_length=6, **settings)
+        expected = slow_step(slow, reference, optimizer, groups, config)
+        assert {x: metrics[x] for x in expected} == approx(expected, rel=1e-4, abs=1e-5)
+
+def test_weights_that_are_frozen_or_get_no_gradient_stay_as_they_are():
+    """The tiny model's bias is frozen. 38 ends a completion, so its embedding is never read."""
+    model, start = tiny_model(), tiny_model()
+    run_small(model, learning_rate=0.1)
+    assert model.lm_head.bias.equal(start.lm_head.bias)
+    assert model.model.embed_tokens.weight[38].equal(start.model.embed_tokens.weight[38])
+
+def test_the_seconds_are_those_of_sampling_reward_and_update(monkeypatch):
+    """On a clock that sampling moves by 1, the reward by 100, and an update by 10,000."""
+    now, found, model = [0], {}, tiny_model()
+    def slow_pass(module, arguments, inputs):
+        now[0] += 1 if inputs["use_cache"] else 10_000
+    def slow_reward(completions, **columns):
+        now[0] += 100
+        return [0, 1] * 6
+    model.register_forward_pre_hook(slow_pass, with_kwargs=True)
+    monkeypatch.setattr(grpo.time, "perf_counter", lambda: now[0])
+    run_small(model, slow_reward, steps=1, after_step=lambda metrics, _: found.update(metrics))
+    assert 0 < found["sample_seconds"] < 100 == found["reward_seconds"] < found["update_seconds"]
+
+@parametrize("settings, expected", [  # pi_ref reads the completions, pi_theta learns
+    (TWICE, "sample 3, sample 12, read 12, learn 12, learn 12"),
+    (dict(beta=0), "sample 3, sample 12, learn 4"),  # four advantages are not 0
+    (dict(micro_batch_size=9), "sample 3, sample 12, read 9, learn 9, read 3, learn 3"),
+    (dict(sampling_batch_size=1, beta=0), 3 * "sample 1, sample 4, " + "learn 4")], ids=str)
+def test_the_forward_passes_of_a_step(settings, expected):
+    """Sampling reads the prompts, then one token of each. Only what teaches is computed."""
+    passes = watch(model := tiny_model(end_logit=-100.0))
+    run_small(model, lambda **columns: [1, 1, 1, 1] + 2 * [0, 1, 2, 1], **dict(
+        steps=1, max_completion_length=2, micro_batch_size=12) | settings)
+    assert ", ".join(f"{kind} {len(logits)}" for kind, logits in passes) == expected
+def test_the_longest_completions_are_learned_first():
+    passes = watch(model := tiny_model())
+    run_small(model, data=[{"prompt": "a"}] * 3, steps=1, micro_batch_size=1, beta=0)
+    lengths = [logits.shape[1] for kind, logits in passes if kind == "learn"]
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
+def test_the_bar_shows_the_accuracy_that_after_step_has_added(capsys):
+    run_small(tiny_model(), steps=1, after_step=lambda metrics, _: metrics.update(accuracy=0.625))
+    assert re.search("reward_mean=.*accuracy=0.625", capsys.readouterr().err)
+def test_a_gradient_that_is_not_finite_moves_nothing_and_is_said(capsys):
+    model, factors = tiny_model(), iter([1, nan, 1])  # of the gradients of three steps
+    model.lm_head.weight.register_hook(lambda slope: slope * next(factors))
+    steps = steps_of(model, steps=3, micro_batch_size=12, beta=0)
+    first, second, third = [weights for *_, weights in steps]
+    assert first.equal(second) and not second.equal(third) and steps[1][0]["grad_norm"] == 0
+    assert "step 2: no update" in capsys.readouterr().out
+
+def test_each_step_of_each_seed_draws_its_own_examples_and_tokens():
+    """A step has five groups of two, which are sampled two by two. The data is a Dataset."""
+    data, examples, tokens = Dataset.from_list([{"prompt": x} for x in "abcde"]), set(), set()
+    for seed in (0, 1):
+        for _, groups, _ in steps_of(
+                tiny_model(end_logit=-100.0), seed=seed, prompts_per_step=5, num_generations=2,
+                sampling_batch_size=4, max_completion_length=5, data=data, learning_rate=0):
+            examples.add("".join(a.example["prompt"] for a, b in groups if a.example == b.example))
+            tokens.update(tuple(c.ids) for c in sum(groups, []) if len(c.ids) == 5)
+    assert len(examples) == 4 and len(tokens) == 40
+    assert {"".join(sorted(drawn)) for drawn in examples} == {"abcde"}  # none twice
+@parametrize("warmup_steps, rates", [(1, "0.06 0.045 0.03 0.015"), (2, "0.03 0.06 0.04 0.02")])
+def test_the_rate_rises_and_falls(warmup_steps, rates):
+    history = run_small(tiny_model(), learning_rate=0.06, warmup_steps=warmup_steps, steps=4)
+    assert_close(tensor([metrics["learning_rate"] for metrics in history]), numbers(rates))
+def test_in_the_callers_autocast_each_update_uses_the_weights_as_they_are():
+    passes = watch(model := tiny_model().requires_grad_(False))
+    model.lm_head.weight.requires_grad_()  # only this moves, but not autocast's copy of it
+    with torch.autocast("cpu", torch.bfloat16):
+        run_small(model, steps=1, num_iterations=2, micro_batch_size=12)
+    assert {logits.dtype for _, logits in passes} == {torch.bfloat16}
+    first, second = [logits for kind, logits in passes if kind == "learn"]
+    assert (first - second).abs().max() > 0.1
+def test_the_settings_are_by_default():
+    assert vars(GRPOConfig()) == dict(
+        num_generations=8, prompts_per_step=32, sampling_batch_size=256, max_completion_length=512,
+        temperature=1.0, scale_rewards="group", beta=0.04, epsilon=0.2, epsilon_high=None,
+        loss_type="grpo", num_iterations=1, micro_batch_size=4, learning_rate=1e-6,
+        warmup_steps=10, max_grad_norm=1.0, steps=300, save_steps=20, seed=0)
+
+def test_checkpoints_come_after_step_1_every_save_steps_and_at_the_end(tmp_path):
+    """NumPy's numbers become plain ones. The four settings of the second run may change."""
+    def look(metrics, groups):  # before the step's own checkpoint
+        metrics["mine"] = np.float32(0.5)
+        found.append(len(torch.load(path, weights_only=True)["history"]) if path.exists() else 0)
+    found, path = [], tmp_path / "new/run/checkpoint.pt"
+    run = dict(output_dir=str(path.parent), beta=0, after_step=look, learning_rate=np.float32(0.25))
+    run_small(tiny_model(), steps=np.int64(6), save_steps=3, **run)
+    run_small(tiny_model(), steps=8, save_steps=5, micro_batch_size=5, sampling_batch_size=8,
+              resume=True, **run)
+    assert found == [0, 1, 1, 3, 3, 3, 6, 6] and len(torch.load(path)["history"]) == 8
+    assert path.with_name("metrics.jsonl").read_text().count('"mine": 0.5') == 8
+    assert "reference" not in torch.load(path)  # at beta=0, there is no pi_ref
 @parametrize("name, value", [
-    ("num_generations", 1), ("steps", 2.0), ("seed", None), ("temperature", 0), ("beta", -0.1),
-    ("learning_rate", nan), ("learning_rate", "1e-6"), ("epsilon", inf), ("epsilon_high", -0.1),
-    ("max_grad_norm", 0), ("loss_type", "mean"), ("scale_rewards", None), ("warmup_steps", -1)])
+    ("num_generations", 5), ("beta", 0), ("temperature", 0.9), ("epsilon_high", 0.3),
+    ("loss_type", "dapo"), ("num_iterations", 2), ("learning_rate", 0.02)])
+def test_a_run_cannot_be_resumed_with_another(name, value, tmp_path):
+    run_small(tiny_model(), output_dir=tmp_path, steps=1)
+    with raises(ValueError, match=f"another run: {name} is"):
+        run_small(tiny_model(), output_dir=tmp_path, resume=True, **{name: value})
+@parametrize("name, value", [
+    ("num_generations", 1), ("steps", 2.5), ("seed", -1), ("temperature", 0),
+    ("learning_rate", nan), ("learning_rate", "1e-6"), ("learning_rate", -0.1), ("beta", None),
+    ("epsilon_high", -0.1), ("loss_type", "mean"), ("scale_rewards", None)])
 def test_a_setting_that_cannot_be_is_refused(name, value):
     with raises(ValueError, match=f"{name} is {value!r}"):
         GRPOConfig(**{name: value})
-
-@parametrize("bf16", [True, False, None])  # None: where the GPU can
-def test_every_forward_pass_has_the_same_precision(bf16):
-    """And the second update sees the weights that the first has moved, not autocast's copies."""
-    passes = watch(model := tiny_model())
-    run_small(model, steps=1, num_iterations=2, micro_batch_size=12, bf16=bf16)
-    assert {x.dtype for _, _, x in passes} == {torch.bfloat16 if bf16 else torch.float32}
-    first, second = [logits for kind, _, logits in passes if kind == "update"]
-    assert (first - second).abs().max() > 0.1
-
-def test_checkpoints_come_every_save_steps(tmp_path):
-    """The files may hold NumPy's numbers, in the settings and, by after_step, in the metrics."""
-    def look(metrics, groups):
-        metrics["mine"] = rate
-        found.append(len(torch.load(path, weights_only=True)["history"]) if path.exists() else 0)
-    found, rate, path = [], ones(1).numpy()[0] / 64, tmp_path / "new/run/checkpoint.pt"
-    run = dict(output_dir=str(path.parent), save_steps=2, learning_rate=rate, beta=0)
-    run_small(tiny_model(), after_step=look, steps=5, **run)
-    run.update(steps=6, resume=True, micro_batch_size=5, save_steps=3)
-    run_small(tiny_model(), after_step=look, **run)
-    assert found == [0, 0, 2, 2, 4, 5]  # after_step comes before the files
-    logged = path.with_name("metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["mine"] for line in logged] == 6 * [1 / 64]
-    assert torch.load(path)["reference"] is None  # at beta=0, there is no pi_ref
-
-@parametrize("said, settings", [
-    ("holds a run: resume it", dict()), ("another run: seed is 0 there", dict(resume=True, seed=4)),
-    ("output_dir", dict(resume=True, output_dir=None)), (r"\['text'\]", dict(data=[{"text": ""}])),
-    ("prompts_per_step is 1", dict(data=[])), *((name, dict(data=[{"prompt": "a", name: 1}]))
-                                                for name in ("prompts", "completion_ids")),
-    ("'' has no tokens", dict(data=[{"prompt": ""}], output_dir=None))], ids=str)
-def test_what_cannot_be_trained_is_refused(said, settings, tmp_path):
-    run = dict(output_dir=tmp_path, steps=1, prompts_per_step=1, beta=0)
-    run_small(tiny_model(), **run)  # from now on, the folder holds a run
+@parametrize("said, wrong", [
+    (r"\(1, 5\)", dict(old_logprobs=zeros(1, 5))), (r"\(5,\)", dict(advantages=zeros(5))),
+    ("are needed", dict(ref_logprobs=None)), ("'dr_grpo'", dict(loss_type="dr_grpo"))])
+def test_wrong_arguments_of_the_loss_are_refused(said, wrong):
     with raises(ValueError, match=said):
-        run_small(tiny_model(), **run | settings)
+        grpo_loss(**loss_inputs() | wrong)
+@parametrize("said, rewards", [("1 rewards for 2", [1]), ("3 rewards for 2", [1, 1, 1]),
+    ("'x' is nan", [nan, 1]), ("'y' is inf", [1, inf]), ("'y' is None", [1, None])])
+def test_rewards_other_than_n_finite_numbers_are_refused(said, rewards):
+    with raises(ValueError, match=said):
+        grade(lambda **columns: rewards, two_completions())
 
-@parametrize("settings", [dict(), dict(num_iterations=2, loss_type="dr_grpo", seed=5000),
-    dict(beta=0, num_iterations=2, loss_type="dapo", bf16=True)], ids=str)
+@parametrize("said, call", [
+    ("two or more", lambda: group_advantages(ones(3, 1))),  # RLinf, 4: always at least two answers
+    ("'std', not 'group'", lambda: group_advantages(ones(3, 2), "std")),
+    ("needs the output_dir", lambda: run_small(tiny_model(), resume=True)),
+    ("prompts_per_step is 4", lambda: run_small(tiny_model(), prompts_per_step=4)),
+    ("'' has no tokens", lambda: run_small(tiny_model(), data=3 * [{"prompt": ""}])),
+    ("has no cache", lambda: run_small(tiny_model("openai-gpt"))),
+    ("has no cache|only contain LinearAttention", lambda: run_small(tiny_model("mamba"))),
+    ("no eos_token_id",
+     lambda: grpo.end_token_ids(Mock(generation_config=None, config=None), None))])
+def test_what_cannot_be_done_is_refused_with_an_error_that_says_it(said, call):
+    with raises(ValueError, match=said):
+        call()
+def test_a_run_without_a_checkpoint_is_not_overwritten(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("mine")
+    with raises(ValueError, match="holds a run: resume it"):
+        run_small(tiny_model(), output_dir=tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == "mine"
+
 @parametrize("when, step, module, function, error", [
-    ("between two steps", 3, grpo, "set_seed", SystemExit),
-    ("in the reward", 3, random, "choices", ValueError),
     ("metrics.jsonl is written", 3, Path, "write_text", SystemExit),
-    ("a checkpoint is written", 4, torch, "save", SystemExit),
     ("the disk is full", 4, torch, "save", OSError),
     ("a checkpoint is renamed", 4, Path, "replace", SystemExit)])
 def test_a_run_that_failed_ends_as_if_nothing_had_happened(
-        when, step, module, function, error, settings, tmp_path, monkeypatch):
+        when, step, module, function, error, tmp_path, monkeypatch):
     """To the bit, by the same call, with any model. `function` fails after the update of `step`."""
     def fail(*arguments, **more):
         for path in arguments[:2]:
@@ -694,50 +659,25 @@ def test_a_run_that_failed_ends_as_if_nothing_had_happened(
         raise error  # SystemExit is as if the process were killed
     def break_it(metrics, groups):
         if metrics["step"] == step:
-            patch.setattr(module, function, fail)
-    run, calm, model = dict(steps=5, save_steps=2) | settings, tiny_model(), tiny_model(seed=1)
+            monkeypatch.setattr(module, function, fail)
+    run = dict(steps=5, save_steps=2, num_iterations=2, seed=5000)
+    calm, model = tiny_model(), tiny_model(seed=1)
     model.lm_head.weight.grad = ones(39, 32)  # left over by an earlier try
-    with monkeypatch.context() as patch, raises(error):
+    with raises(error):
         run_small(tiny_model(), after_step=break_it, output_dir=tmp_path, **run)
+    monkeypatch.undo()
     assert run_small(model, output_dir=tmp_path, resume=True, **run) == run_small(calm, **run)
     assert weights_of(model).equal(weights_of(calm))
 
-@parametrize("sampling, setting", [(True, "sampling_batch_size"), (False, "micro_batch_size")])
-def test_a_run_that_ran_out_of_memory_goes_on_with_smaller_batches(sampling, setting, tmp_path):
-    def check(module, arguments, inputs):  # there is memory for 5 completions
-        if len(inputs["input_ids"]) > 5 and inputs["use_cache"] == sampling:
-            raise torch.OutOfMemoryError
-    model, run = tiny_model(), dict(output_dir=tmp_path, resume=True, steps=3)
-    run_small(model, **run | dict(steps=2))
-    model.register_forward_pre_hook(check, with_kwargs=True)
-    with raises(torch.OutOfMemoryError):
-        run_small(model, **run, **{setting: 12})
-    assert len(run_small(model, **run, **{setting: 5})) == 3
-
-def test_every_setting_is_changed_in_a_test_that_is_named_here():
-    shown = {test_two_steps_are_the_slow_steps: "beta epsilon epsilon_high loss_type "
-             "num_iterations scale_rewards max_grad_norm",
-             test_the_forward_passes_of_a_step: "micro_batch_size sampling_batch_size",
-             test_each_step_of_each_seed_draws_its_own_examples_and_tokens:
-             "seed prompts_per_step num_generations max_completion_length",
-             test_the_rate_rises_and_falls: "learning_rate warmup_steps steps",
-             test_tokens_are_drawn_from_the_softmax_and_nothing_else: "temperature",
-             test_every_forward_pass_has_the_same_precision: "bf16",
-             test_checkpoints_come_every_save_steps: "save_steps"}
-    for test, names in shown.items():
-        assert all(re.search(rf"\b{name}=", inspect.getsource(test)) for name in names.split())
-    assert set(" ".join(shown.values()).split()) == set(vars(GRPOConfig()))
-
-# ---- 11. The relatives ---------------------------------------------------------------------------
-def with_printed_change(relative, line, new="{}"):
-    """grpo.py with `new` for the line that begins so: {} is section 11's code, {old} that line."""
-    if relative is None:
-        return vars(grpo)
+# ---- 10. The relatives ---------------------------------------------------------------------------
+def with_printed_change(relative, line, new="{}"):  # {old}: that line; {}: the printed code
     source, module = inspect.getsource(grpo), {"__name__": "grpo"}  # dataclass looks this name up
-    [text] = re.findall(rf"^# {relative}  .*?^#$", source, re.M | re.S)
-    code = textwrap.dedent("".join(re.findall(r"^# {14}( .*\n)", text, re.M)))  # lines set in
-    [old] = re.findall(rf"^ *{line}.*\n", source, re.M)
-    exec(source.replace(old, new.format(textwrap.indent(code, "    "), old=old)), module)
+    if relative:
+        pairs = re.findall(r"^# (\S.*)\n(?:# \S.*\n)*#\n((?:#     .*\n)+)", source, re.M)
+        [code] = [code.replace("#     ", "    ") for first, code in pairs if relative in first]
+        [old] = re.findall(rf"^ *{line}.*\n", source, re.M)
+        source = source.replace(old, new.format(code, old=old))
+    exec(source, module)
     return module
 
 PARITY = {  # TRL's settings in .ci/trl_figures.py; its loss, and sum and norm of its gradient
@@ -749,152 +689,310 @@ PARITY = {  # TRL's settings in .ci/trl_figures.py; its loss, and sum and norm o
     "GSPO": (dict(beta=0.3, epsilon=0.1, importance_sampling_level="sequence"),
              (0.2235127094673, -0.122518523693, 0.1737799087193))}
 
-@parametrize("relative, line, settings, figures", [
-    (None, "", dict(), PARITY["grpo, beta 0.04"][1]),
-    (None, "", dict(epsilon_high=0.28, loss_type="dr_grpo"), PARITY["epsilon_high"][1]),
-    ("GSPO", r"ratio = \(l", dict(beta=0.3, epsilon=0.1), PARITY["GSPO"][1]),
-    ("TRL's KL", "loss = -", dict(beta=0.3, loss_type="dapo"), PARITY["corrected KL"][1])])
-def test_the_loss_and_the_printed_changes_are_those_of_trl(relative, line, settings, figures):
+@parametrize("name, relative, line", [
+    ("grpo, beta 0.04", None, ""), ("epsilon_high", None, ""), ("GSPO", "GSPO", r"ratio = \(l"),
+    ("corrected KL", "TRL's KL", "loss = -")])
+def test_the_loss_and_the_printed_changes_are_those_of_trl(name, relative, line):
     """Loss, and sum and norm of its gradient, are TRL 1.16's, and the gradient is the slow one."""
+    settings, figures = PARITY[name]
+    settings = {x: settings[x] for x in settings if x in inspect.signature(grpo_loss).parameters}
     logprobs, ours, slow = both(with_printed_change(relative, line)["grpo_loss"], relative=relative,
                                 max_completion_length=MAX_LENGTH, **settings)
     slope = gradient(ours, logprobs)
     assert_close(slope, gradient(slow, logprobs))
     assert [ours(logprobs), slope.sum(), slope.norm()] == approx(figures, abs=1e-12)
-
-def test_the_printed_baseline_of_rloo_is_the_mean_of_the_others():
+def test_the_printed_baseline_of_rloo_is_that_of_the_book():
     advantages = with_printed_change("RLOO", "centered = ", "{old}{}")["group_advantages"]
-    assert_close(advantages(tensor([[4.0, 0, 2, 6]]), "none"), tensor([[4 / 3, -4, -4 / 3, 4]]))
-
+    rewards = tensor([[4.0, 0, 2, 6], [1, 0, 0, 1]])
+    rlhf_reward = rewards.T  # Book, from line 345: a column for each prompt
+    baseline = (rlhf_reward.sum(0) - rlhf_reward) / (4 - 1)  # the mean of the others
+    assert_close(advantages(rewards, "none"), (rlhf_reward - baseline).T)
+@parametrize("ratio, loss", [(4.9, 4.9), (5.1, 0)])
+def test_the_printed_early_stop_ignores_a_micro_batch_with_a_mean_ratio_above_5(ratio, loss):
+    early_stop = with_printed_change("RLinf", "loss = -", "{old}{}")["grpo_loss"]
+    logprobs, one = tensor([[ratio]]).log(), ones(1, 1)
+    assert early_stop(logprobs, 0 * one, None, -ones(1), one, beta=0)[0].item() == approx(loss)
 def test_the_printed_penalty_of_dapo_falls_to_minus_1_in_the_last_64_tokens():
     penalty = with_printed_change("DAPO", "def average", "if True:\n{}{old}")["overlong_penalty"]
     assert [penalty(n * [5], 512) for n in (448, 480, 512, 600)] == [0, -0.5, -1, -1]
 
 # ==== gsm8k_demo.py ===============================================================================
-RUN = "--rehearsal --steps 3 --prompts_per_step 2 --eval_questions 8 --save_steps 2 "
+SHORT = "--steps 1 --prompts_per_step 1 --num_generations 2 --eval_questions 2 --output run "
+SMALL = "--steps 5 --prompts_per_step 2 --eval_questions 8 --save_steps 2 "
+GSM8K = "--task gsm8k --data data --prompts_per_step 2 "
+FIELDS = [*vars(GRPOConfig()), *vars(gsm8k_demo.DemoConfig())]
 
-def read(name):
-    return json.loads(Path(name).read_text())
-
-@pytest.fixture(scope="module")
-def pretrained():
-    return gsm8k_demo.rehearsal(0)
-
-@pytest.fixture
-def call_demo(pretrained, monkeypatch, tmp_path):
-    """Runs the demo without a GPU, in an empty folder."""
-    def call(flags):
-        monkeypatch.setattr(sys, "argv", ["gsm8k_demo.py", *shlex.split(flags)])
+def read(path):  # a .json's contents, or a list with those of a .jsonl's lines
+    found = [json.loads(x) for x in re.split(r"\n(?=\{)", Path(path).read_text())]
+    return found if str(path).endswith("l") else found[0]
+def call_demo(flags, rehearsal=None, gpu=False):  # returns what it prints
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
+        patch.setattr(sys, "argv", ["gsm8k_demo.py", *shlex.split(flags)])
+        patch.setattr(gsm8k_demo, "rehearsal", rehearsal)
+        patch.setattr(torch.cuda, "is_available", lambda: gpu)
         gsm8k_demo.main()
+    return printed.getvalue()
+@pytest.fixture(scope="module")
+def rehearsal():  # gives copies of that of seed 0, made only once
+    made = gsm8k_demo.rehearsal(0)
+    return lambda seed: copy.deepcopy(made)
+@pytest.fixture(scope="module")
+def nine(rehearsal, tmp_path_factory):  # folder and print of nine steps
+    folder = tmp_path_factory.mktemp("nine")
+    return folder, call_demo(
+        f"--steps 9 --eval_questions 64 --eval_steps 3 --output {folder}", rehearsal)
+@pytest.fixture(scope="module")
+def five(rehearsal, tmp_path_factory):  # folder of five steps
+    folder = tmp_path_factory.mktemp("five")
+    call_demo(f"{SMALL} --eval_steps 1 --output {folder}", rehearsal)
+    return folder
+@pytest.fixture
+def data(tmp_path, monkeypatch):  # a new folder, with GSM8K's two files in data/
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gsm8k_demo, "rehearsal", lambda seed: copy.deepcopy(pretrained))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    return call
+    Path("data").mkdir()
+    for part in ("train", "test"):
+        Path(f"data/{part}.jsonl").write_text("\n".join(json.dumps(
+            {"question": f"{part} {i}?", "answer": f"70+{i}.\n#### 1,00{i}"}) for i in range(3)))
+def test_rows_of_gsm8k_keep_only_the_last_number_of_the_solution(data):
+    """Only the question is in the prompt, after a system prompt that asks for a box."""
+    for part, rows in zip(("train", "test"), gsm8k_demo.load_gsm8k("data")):
+        system, user = rows[2].pop("prompt")
+        assert rows[2] == {"question": f"{part} 2?", "answer": "1,002"}
+        assert user == {"role": "user", "content": f"{part} 2?"}
+        assert system["role"] == "system" and "into \\boxed{}" in system["content"]
+def test_the_100_sums_of_the_test_are_always_the_same_and_never_trained_on():
+    train, test = gsm8k_demo.TASKS["sums"].load(folder="", seed=7)
+    sums = [*product(range(11, 40), range(2, 10), range(2, 41))]
+    random.Random(0).shuffle(sums)
+    assert [(row["question"], row["answer"]) for row in test] == [
+        (f"Answer in one short line: what is {a} times {b} plus {c}?", str(a * b + c))
+        for a, b, c in sums[:100]]
+    assert all(row["prompt"] == [{"role": "user", "content": row["question"]}] for row in test)
+    assert len(train) == 8948 and not [row for row in train if row in test]
 
-def test_the_figures_of_an_evaluation(monkeypatch, pretrained):
+@parametrize("seed", [0, 5])
+def test_the_rehearsal_is_not_tested_on_what_it_has_learned_from(seed, monkeypatch):
+    """Neither in pre-training nor in training. (Anna's eggs are the same as Ben's.)"""
+    known = []
+    monkeypatch.setattr(gsm8k_demo, "PRETRAIN_STEPS", 1)
+    monkeypatch.setattr(gsm8k_demo, "Completion", lambda example, *ids: (
+        known.append(example) or Completion(example, *ids)))  # those it may draw
+    _, _, train, test = gsm8k_demo.rehearsal(seed)
+    learned, tested = ({row["question"].split(" ", 1)[1] for row in rows}
+                       for rows in (known + train, test))
+    assert known and len(tested) == 338 and not learned & tested
+@parametrize("text, earned", [
+    ("12 * 9 = 108, 108 + 892 = 1000", 1), ("1000 of 7", 0), ("1,000.", 1), ("5-1000", 1),
+    ("it is -1000", 0), ("1,0,00", 0), ("7.1000", 0), ("none", 0)])
+def test_a_sum_is_right_if_its_last_number_is(text, earned):
+    chats = [[{"role": "assistant", "content": text}]]
+    assert gsm8k_demo.TASKS["sums"].reward(completions=chats, answer=["1000"]) == [earned]
+def test_the_figures_of_an_evaluation(monkeypatch):
     """One of ten is right, three leniently. Wilson's interval by hand: 1.79 % to 40.42 %."""
-    def answer(model, tokenizer, part, *settings):
-        assert len(part) <= 4  # batch_size
-        return [[Completion(row, [], text=row["prompt"])] for row in part]
-    monkeypatch.setattr(gsm8k_demo, "sample_groups", answer)
-    texts = [r"\boxed{7}, so \boxed{1,000}", "it is 1,000.", "5-1000", r"\boxed{7}, or 1000",
-             "-1000", "1000 of 7", "none", "", r"\boxed{}", "7.1000"]
-    data = [{"prompt": given, "answer": "1000"} for given in texts]
-    found = gsm8k_demo.evaluate(pretrained[0], None, data, 9, batch_size=4)
-    assert (found["questions"], found["accuracy"], found["lenient_accuracy"]) == (10, 0.1, 0.3)
+    monkeypatch.setattr(gsm8k_demo, "sample_groups", lambda model, tokenizer, rows, *more: [
+        [Completion(row, [], text=row["prompt"])] for row in rows])
+    rows = [{"prompt": text, "answer": "12"} for text in (
+        r"\boxed{7}, so \boxed{12}", "it is 12.", "5-12", r"\boxed{7}, or 12", "-12", "12 of 7",
+        "none", "", r"\boxed{}", "1,2")]
+    found = gsm8k_demo.evaluate(None, None, rows, 9)
+    assert found == found | {"questions": 10, "accuracy": 0.1, "lenient_accuracy": 0.3}
     assert found["interval"] == approx([0.0179, 0.4042], abs=1e-4)
 
-def test_without_a_gpu_the_rehearsal_starts_low_and_learns(call_demo):
-    call_demo("--steps 9 --eval_questions 64 --output run")
-    before, after = read("run/results.json").values()
-    assert before["accuracy"] <= 0.2 and before["sampled_accuracy"] <= 0.4
-    assert after["accuracy"] >= 0.7 and after["sampled_accuracy"] >= 0.6
+@parametrize("gpu, flags, seen", [  # the name and the device, or the seed of the rehearsal
+    (True, "--data data", ["Qwen/Qwen2.5-0.5B-Instruct", "cuda"]),
+    (True, "--task sums", ["Qwen/Qwen2.5-Coder-0.5B-Instruct", "cuda"]),
+    (True, "--task sums --model x", ["x", "cuda"]), (False, GSM8K + "--model x", ["x", "cpu"]),
+    (False, "--seed 3", [3]), (True, "--task rehearsal", [0])])
+def test_which_model_is_loaded_and_where_it_goes(gpu, flags, seen, data, monkeypatch):
+    found = []
+    def load(name, **settings):
+        found.append(name)
+        return Mock(to=lambda device: found.append(device) or 1 / 0)  # an error stops the demo
+    monkeypatch.setattr(gsm8k_demo.AutoModelForCausalLM, "from_pretrained", load)
+    with raises(SystemExit):
+        call_demo(f"--prompts_per_step 2 {flags}", lambda seed: found.append(seed) or 1 / 0, gpu)
+    assert found == seen
+def test_pickled_weights_are_refused(tmp_path):
+    """Opening them can run code that is in the file."""
+    tiny_model().config.save_pretrained(tmp_path)
+    torch.save(tiny_model().state_dict(), tmp_path / "pytorch_model.bin")
+    with raises(OSError, match="safetensors"):
+        gsm8k_demo.load_model(tmp_path)
 
-def test_flags_reach_training_evaluation_and_the_settings_file(call_demo, monkeypatch):
-    for name in ("train", "evaluate"):
-        monkeypatch.setattr(gsm8k_demo, name, Mock(wraps=getattr(gsm8k_demo, name)))
-    call_demo(RUN + "--sampling_batch_size 8 --max_completion_length 9 --bf16 true --output run")
-    assert gsm8k_demo.train.call_args.args[4].max_completion_length == 9
-    assert read("run/settings.json")["max_completion_length"] == 9
-    for call in gsm8k_demo.evaluate.call_args_list:
-        assert call.args[3] == 9 and (call.kwargs["bf16"], call.kwargs["batch_size"]) == (True, 8)
-
-def test_the_saved_model_answers_as_in_the_evaluation(call_demo, pretrained):
-    """Even if it came with sampling settings of its own. Model and data are from folders."""
-    model, tokenizer = copy.deepcopy(pretrained[:2])
-    model.generation_config = GenerationConfig(eos_token_id=[1, 0], repetition_penalty=3.0)
+def test_gsm8k_is_trained_on_train_and_tested_on_test(data, rehearsal):
+    """The printed lines ask the saved model: as in the test, though it came with a penalty."""
+    model, tokenizer, *_ = rehearsal(0)
+    model.generation_config.repetition_penalty = 3.0
     model.save_pretrained("tiny")
     tokenizer.save_pretrained("tiny")
-    for name in ("train.jsonl", "test.jsonl"):
-        Path(name).write_text('{"question": "Anna has 8 eggs.", "answer": "8.\\n#### 1,008"}')
-    call_demo("--model tiny --data . --steps 1 --prompts_per_step 1 --max_completion_length 9 "
-              "--output run")
-    model = AutoModelForCausalLM.from_pretrained("run")
-    [example] = gsm8k_demo.load_gsm8k(".")[1]
-    prompt = grpo.encode_prompt(AutoTokenizer.from_pretrained("run"), example["prompt"])
-    written = model.generate(torch.tensor([prompt]), max_new_tokens=9)[0, len(prompt):]
-    text = tokenizer.decode(written, skip_special_tokens=True)
-    assert read("run/after.jsonl")["text"] == text
+    printed = call_demo(GSM8K + "--model tiny " + SHORT + "--max_completion_length 20")
+    assert re.findall(r"step 1: (\w+) \d", printed) == ["train"]
+    answers = read("run/after.jsonl")
+    assert [row["question"] for row in answers] == ["test 0?", "test 1?"]
+    exec(printed[printed.index("from transf"):].replace("print", "said = "), names := {})
+    assert names["said"][0]["generated_text"][-1]["content"] == answers[0]["text"]
+    assert GenerationConfig.from_pretrained("run").eos_token_id == [0, 1]  # both end tokens
+def test_flags_reach_training_and_tests(data, rehearsal):
+    """Seen in each forward pass, in the answers and in the metrics."""
+    passes, made = [], rehearsal(0)
+    made[0].register_forward_pre_hook(with_kwargs=True, hook=lambda model, given, inputs: (
+        passes.append((torch.is_autocast_enabled("cpu"), len(inputs["input_ids"])))))
+    flags = "--cpu_bf16 true --eval_questions 5 --sampling_batch_size 3 --max_completion_length 4"
+    call_demo(SHORT + flags, lambda seed: made)
+    assert all(bf16 for bf16, _ in passes) and max(rows for _, rows in passes) == 3
+    assert read("run/metrics.jsonl")[0]["completion_length"] == 4
+    assert not any("boxed" in row["text"] for row in read("run/after.jsonl"))  # cut off before
+def test_without_a_gpu_the_rehearsal_starts_low_and_learns(nine):
+    """If tokens are drawn, as in training, and with the likeliest ones."""
+    before, after = read(nine[0] / "results.json").values()
+    assert before["accuracy"] <= 0.2 < before["sampled_accuracy"] <= 0.4
+    assert after["accuracy"] >= 0.7 and 0.6 <= after["sampled_accuracy"] < 1
+def test_every_eval_steps_th_step_has_an_accuracy_and_the_curve_is_of_it(nine):
+    metrics = read(nine[0] / "metrics.jsonl")
+    accuracy = {row["step"]: row["accuracy"] for row in metrics if "accuracy" in row}
+    [curve] = re.findall("during training: (.*)", nine[1])
+    assert [*accuracy] == [3, 6, 9] and accuracy[3] < 0.5 < accuracy[9]
+    assert [*map("▁▂▃▄▅▆▇█".index, curve)] == approx([7 * x for x in accuracy.values()], abs=1)
+def test_the_first_and_every_fourth_step_show_a_whole_group_best_first(nine):
+    shown = re.findall(r"step (\d): .* \(answer (.*)\)\n((?:  reward .*\n)+)", nine[1])
+    assert [step for step, *_ in shown] == ["1", "4", "8"]
+    for _, answer, group in shown:
+        rows = re.findall("reward (.*)  advantage (.*?)  (.*)", group)
+        rewards, advantages = ([float(row[i]) for row in rows] for i in (0, 1))
+        assert len(rows) == 8 and rewards == sorted(rewards, reverse=True)
+        assert rewards == [rule_reward(text, answer) for _, _, text in rows]
+        assert advantages == approx(*group_advantages(torch.tensor([rewards])).tolist(), abs=0.006)
+def test_three_problems_are_shown_before_and_after(nine):
+    folder, printed = nine
+    for before, after in [*zip(*(read(folder / f"{x}.jsonl") for x in ("before", "after")))][:3]:
+        assert (f"{before['question']} (answer {before['answer']})\n- before:\n{before['text']}\n"
+                f"- after:\n{after['text']}\n") in printed
+def test_tests_during_training_change_nothing_in_it(five, data, rehearsal):
+    call_demo(SMALL + "--eval_steps 0 --output run", rehearsal)
+    tested, calm = ([{x: row[x] for x in row if "seconds" not in x}
+                     for row in read(folder / "metrics.jsonl")] for folder in (five, Path("run")))
+    assert all(row.pop("accuracy") >= 0 for row in tested) and tested == calm
+    assert read("run/results.json") == read(five / "results.json")
 
-@parametrize("function, call", [("evaluate", 2), ("boxed_reward", 1), ("boxed_reward", 3)])
-def test_after_ctrl_c_the_printed_command_leads_to_the_same(function, call, call_demo, monkeypatch):
-    """It comes in the sampled evaluation before training, in step 1, and after a checkpoint."""
-    call_demo(RUN + "--output undisturbed")
-    works, calls = getattr(gsm8k_demo, function), iter(range(1, 99))
-    def interrupted(*arguments, **more):
-        if next(calls) == call:
-            raise KeyboardInterrupt
-        return works(*arguments, **more)
-    monkeypatch.setattr(gsm8k_demo, function, interrupted)
-    with raises(SystemExit) as stopped:
-        call_demo(RUN)
-    call_demo(str(stopped.value).split(" gsm8k_demo.py ")[1])
-    assert read(*Path("runs").glob("*/results.json")) == read("undisturbed/results.json")
+@parametrize("module, function, call, lost, typed", [
+    (gsm8k_demo, "evaluate", 2, r"\b0 steps.*\b0\b", None),
+    (grpo, "grade", 1, r"\b0 steps.*\b0\b", None),
+    (grpo, "grade", 4, r"\b1 steps.*\b2\b", "--resume --output run")])
+def test_after_ctrl_c_a_run_ends_as_if_it_had_not_come(
+        module, function, call, lost, typed, five, data, rehearsal, monkeypatch):
+    """It comes in the test before training, in step 1 or 4. Then we type that, or what it says."""
+    works, stop = getattr(module, function), Mock(side_effect=KeyboardInterrupt)
+    calls = iter([*(call - 1) * [works], stop, *99 * [works]])
+    monkeypatch.setattr(module, function, lambda *given, **more: next(calls)(*given, **more))
+    with raises(SystemExit, match=lost) as stopped:
+        call_demo(SMALL + "--eval_steps 1" + (" --output run" if typed else ""), rehearsal)
+    call_demo(typed or stopped.value.code.split("gsm8k_demo.py")[1], rehearsal)
+    [results] = Path().glob("run*/**/results.json")
+    assert read(results) == read(five / "results.json")
 
-@parametrize("flags, said", [
-    ("--resume --output no", "holds none"), ("--rehearsal --output .", "already"), ("--x", "--x"),
-    ("--num_generations 1", "num_generations"), ("--eval_questions 0", "eval_questions"),
-    ("--rehearsal --model x", "--model"), ("--prompts_per_step 9999", "--prompts_per_step")])
-def test_what_cannot_be_is_refused_before_anything_is_written(flags, said, call_demo, capsys):
+@parametrize("error, raised, said", [
+    (OSError(28, "No space left on device"), SystemExit, "disk is full.* To go on:\n.*--resume"),
+    (OSError(122, "Disk quota exceeded"), SystemExit, "disk is full.* To go on:\n.*--resume"),
+    (RuntimeError("[enforce fail at inline_container.cc:67] ."), SystemExit, "disk is full"),
+    (torch.OutOfMemoryError(), SystemExit, "lower --micro_batch_size, --sampling_batch_size"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), SystemExit, "lower --micro"),
+    (KeyError("something else"), KeyError, "something else")], ids=str)
+def test_a_full_disk_or_memory_gives_advice(error, raised, said, data, rehearsal, monkeypatch):
+    """And leaves no half file. Any other error keeps its traceback."""
+    def save(contents, path):
+        Path(path).write_bytes(b"half")
+        raise error
+    monkeypatch.setattr(torch, "save", save)
+    with raises(raised, match=said):
+        call_demo(SHORT, rehearsal)
+    assert raised is KeyError or not Path("run/checkpoint.new").exists()
+
+@parametrize("flags, said", [  # by argparse, or after "stopped"
+    ("--task word", "--task"), ("--model tiny", "give --task"), ("--data data", "give --task"),
+    ("--task sums --data data", "--data has no use"), ("--rehearsal", "--rehearsal"),
+    ("--model tiny --task rehearsal", "--model has no use"),
+    ("--eval_questions 0", "--eval_questions"), ("--num_generations 1", "num_generations is 1"),
+    ("--resume", "--output"), ("--resume --output no", "no/settings.json"),
+    ("--output .", "not empty"), ("--prompts_per_step 999", "stopped.*prompts_per_step.* 509"),
+    (GSM8K + "--data no/such/data", "stopped.*no/such/data"),
+    (GSM8K + "--model no/such/model", "stopped.*no/such/model")])
+def test_what_cannot_be_is_refused_in_a_line_before_anything_is_made(flags, said, data, capsys):
     with raises(SystemExit) as stopped:
         call_demo(flags)
-    assert said in f"{capsys.readouterr().err}{stopped.value}" and not Path("runs").exists()
+    code, printed = stopped.value.code, capsys.readouterr().err
+    assert re.fullmatch(f".*{said}.*", printed.splitlines()[-1] if code == 2 else code)
+    assert ("stopped" in said) == (code != 2)
+    assert not [*Path().glob("**/*.json")]
+@parametrize("row", [{"question": "5?", "answer": "5"}, {"answer": "5? #### 5"},
+                     {"question": "5?", "answer": "#### five"}], ids=str)
+def test_a_row_without_question_or_number_is_named(row):
+    with raises(ValueError, match=r"\{.*5\?"):
+        gsm8k_demo.gsm8k_row(row)
+def test_a_damaged_checkpoint_is_named_in_one_line(nine, data, rehearsal):
+    shutil.copytree(nine[0], "run")
+    Path("run/checkpoint.pt").write_bytes(b"half")
+    with raises(SystemExit, match="^stopped: run/checkpoint.pt is damaged.*$"):
+        call_demo("--resume --output run", rehearsal)
 
-def test_a_run_goes_on_with_more_steps_but_not_with_other_questions(call_demo):
-    call_demo(RUN + "--output run")
-    with raises(SystemExit, match="eval_questions"):
-        call_demo(RUN + "--output run --resume --eval_questions 4")
+def test_a_run_goes_on_with_more_steps(nine, data, rehearsal, monkeypatch):
+    """While it does, results.json has no old "after". What is done is not done again."""
+    shutil.copytree(nine[0], "run")
+    settings, grade, seen = read("run/settings.json"), grpo.grade, []
     Path("run/before.jsonl").unlink()
-    call_demo(RUN + "--output run --resume --steps 4")
-    assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 4
-    assert not Path("run/before.jsonl").exists()  # the untrained model is not tested again
+    monkeypatch.setattr(grpo, "grade", lambda *given: (
+        seen.extend(read("run/results.json")) or grade(*given)))
+    assert "rises again" in call_demo("--resume --output run --steps 10", rehearsal)
+    results = read("run/results.json").items()
+    assert [(when, x["step"], x["questions"]) for when, x in results] == [
+        ("before", 0, 64), ("after", 10, 64)]
+    assert seen == ["before"] and not Path("run/before.jsonl").exists()
+    assert read("run/settings.json") == settings
+def test_other_settings_are_refused_all_at_once(nine, capsys):
+    with raises(SystemExit):
+        call_demo("--seed 1 --beta 0.5 --eval_questions 9 --task sums --save_steps 7 --resume "
+                  f"--output {nine[0]}")
+    said = re.findall("--([a-z_]+) cannot change", capsys.readouterr().err)
+    assert {*said} == {"beta", "seed", "task", "eval_questions"}
+
+def test_help_explains_every_setting(monkeypatch):
+    """Here, as in a notebook, stdout has no `reconfigure`."""
+    monkeypatch.setattr(sys, "argv", ["gsm8k_demo.py", "--help"])
+    with raises(SystemExit), redirect_stdout(StringIO()) as printed:
+        runpy.run_path(gsm8k_demo.__file__, run_name="__main__")
+    said = " ".join(printed.getvalue().split())
+    for text in (*(rf"--{name}[ ,].{{20,}}?\(default: " for name in FIELDS),
+                 r"completions in one forward and backward pass \(default: 4\)",
+                 r"steps between tests during training; 0: none \(default: 50\)",
+                 "--task sums sets {[^}]*'num_iterations': 2", "--task rehearsal sets {[^}]*40"):
+        assert re.search(text, said)
 
 # ==== The README, and the gallery of mistakes =====================================================
-@parametrize("begins, changes", [
-    ('"""GRPO', {"range(11, 40)": "range(1, 3)", "range(2, 10)": "range(1, 3)", "(2, 41)": "(0, 6)",
-                 "range(1, 21)": "range(1, 4)", ":100]": ":4]", "100:]": "4:]"}),
-    ("from", {"Qwen/Qwen2.5-0.5B-Instruct": "tiny", '.to("cuda")': "",
-              "steps=50": "steps=2, max_completion_length=8"})], ids=["sums.py", "train"])
-def test_the_scripts_of_the_readme_run(begins, changes, tmp_path):
-    """On a tiny model, and with smaller numbers, so that it is quick, and now and then right."""
-    readme = Path(grpo.__file__).with_name("README.md").read_text(encoding="utf-8")
-    [script] = re.findall(rf"```python\n({begins}.*?)```", readme, re.S)
-    for old, new in changes.items():
-        assert old in script
-        script = script.replace(old, new)
+README = Path(grpo.__file__).with_name("README.md").read_text(encoding="utf-8")
+gallery = runpy.run_path(Path(grpo.__file__).with_name(".ci") / "gallery.py")
+
+@parametrize("begins", ["from transformers"])
+def test_the_scripts_of_the_readme_run(begins, data):
+    """On a tiny model, and with smaller numbers, so that it is quick."""
+    [script] = re.findall(rf"```python\n({begins}.*?)```", README, re.S)
+    for old, new in {'"Qwen/[^"]+"': '"tiny"', r'\.to\("cuda"\)': "", r"GRPOConfig\(.*?\)":
+                     "GRPOConfig(steps=2, prompts_per_step=2, max_completion_length=8)"}.items():
+        script = re.sub(old, new, script)
     for part in (tiny_model(), tiny_tokenizer()):
-        part.save_pretrained(tmp_path / "tiny")
-    subprocess.run([sys.executable, "-c", script, "tiny"], cwd=tmp_path, check=True, env={
-        **os.environ, "PYTHONPATH": str(Path(grpo.__file__).parent)})
-
-def test_what_the_readme_names_exists():
-    readme = Path(grpo.__file__).with_name("README.md").read_text(encoding="utf-8")
-    names = set(re.findall(r"(?:`|`--)([a-z]+_[a-z_]+)`", readme))
-    assert names and names <= {*vars(grpo), *vars(GRPOConfig()), *run_small(tiny_model())[0]}
-
-def test_every_mistake_of_the_gallery_can_still_be_made(monkeypatch):
+        part.save_pretrained("tiny")
+    exec(script, {})
+    assert len(read("runs/mine/metrics.jsonl")) == 2
+def test_names_and_defaults_of_the_readme_are_those_of_the_code(nine):
+    names = {*re.findall(r"(?:`|`--)([a-z]+_[a-z_]+)`", README)}
+    results, metrics = read(nine[0] / "results.json"), read(nine[0] / "metrics.jsonl")
+    assert names and names <= {*FIELDS, *vars(grpo), *vars(gsm8k_demo), *results["after"],
+                                *metrics[2]}
+    assert f"ε = {GRPOConfig().epsilon} and β = {GRPOConfig().beta}" in README
+def test_every_mistake_of_the_gallery_can_still_be_made():
     """.ci/gallery.py replaces code of grpo.py, and raises an error if it is not there any more."""
-    monkeypatch.syspath_prepend(Path(grpo.__file__).parent / ".ci")
-    gallery = importlib.import_module("gallery")
-    codes = [changes["code"] for changes in gallery.GALLERY.values() if "code" in changes]
-    assert codes and all(gallery.with_other_code(*code) for code in codes)
+    for changes in gallery["GALLERY"].values():
+        assert gallery["with_other_code"](*changes.get("code", ("loss", "loss")))
+@parametrize("mistake, figure, limit", [("targets not shifted", "sampler_gap", 1),
+                                        ("one end token known", "truncated_fraction", 0.95)])
+def test_what_gives_a_mistake_away_in_step_1(mistake, figure, limit, rehearsal):
+    [metrics] = gallery["train"](mistake, *rehearsal(0)[:3], steps=1, prompts_per_step=2)
+    assert metrics[figure] > limit
