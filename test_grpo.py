@@ -609,7 +609,7 @@ def test_a_run_cannot_be_resumed_with_another(name, value, tmp_path):
         run_small(tiny_model(), output_dir=tmp_path, resume=True, **{name: value})
 @parametrize("name, value", [
     ("num_generations", 1), ("steps", 2.5), ("seed", -1), ("temperature", 0),
-    ("learning_rate", nan), ("learning_rate", "1e-6"), ("learning_rate", -0.1), ("beta", None),
+    ("learning_rate", nan), ("learning_rate", "1e-6"), ("learning_rate", -0.1),
     ("epsilon_high", -0.1), ("loss_type", "mean"), ("scale_rewards", None)])
 def test_a_setting_that_cannot_be_is_refused(name, value):
     with raises(ValueError, match=f"{name} is {value!r}"):
