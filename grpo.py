@@ -687,7 +687,7 @@ def train(model, tokenizer, dataset, reward_fn, config, *, after_step=None, outp
     model.float()  # section 7 says why
     reference = copy.deepcopy(model).eval().requires_grad_(False) if config.beta > 0 else None
     # AdamW's default weight_decay would shrink the weights. fused=True is its fast form for GPUs.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0,
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0,
                                   fused=model.device.type == "cuda")
     optimizer.zero_grad()  # an earlier run, stopped in a notebook, may have left gradients
     state = {"model": model, "optimizer": optimizer}
