@@ -45,24 +45,24 @@ def gradient(function, x):  # of function(x), which is one number, with respect 
     return torch.autograd.grad(function(x), x)[0]
 
 def slow_loss(logprobs, old_logprobs, ref_logprobs, advantages, *, epsilon=0.2, epsilon_high=None,
-              beta=0.04, loss_type="grpo", max_completion_length=None, relative=None):  # it is -J
+              beta=0.04, loss_type="grpo", max_completion_length=None, **others):  # -J, and metrics
     high = epsilon if epsilon_high is None else epsilon_high
-    sums, lengths = [], [len(pi) for pi in logprobs]
+    sums, lengths, seen = [], [len(pi) for pi in logprobs], []
     for pi, old, ref, A in zip(logprobs, old_logprobs, ref_logprobs, advantages):
         total = 0.0
         for t in range(len(pi)):
             ratio = (pi[t] - old[t]).exp()
-            if relative == "GSPO":  # the geometric mean of the completion's ratios
-                ratio = math.prod((p - o).exp() for p, o in zip(pi, old)) ** (1 / len(pi))
             clipped = min(max(ratio, 1 - epsilon), 1 + high)
             kl = (ref[t] - pi[t]).exp() - (ref[t] - pi[t]) - 1
-            if relative == "TRL's KL":
-                kl = ratio * kl
             total = total + min(ratio * A, clipped * A) - beta * kl
+            if A or beta:  # else nothing can be learned from it
+                seen.append([kl.item(), (clipped * A < ratio * A).item()])
         sums.append(total)
+    loss = -sum(sums) / (sum(lengths) if loss_type == "dapo" else len(sums) * max_completion_length)
     if loss_type == "grpo":
-        return -sum(s / max(1, length) for s, length in zip(sums, lengths)) / len(sums)
-    return -sum(sums) / (sum(lengths) if loss_type == "dapo" else len(sums) * max_completion_length)
+        loss = -sum(s / max(1, length) for s, length in zip(sums, lengths)) / len(sums)
+    kl, clip_fraction = np.mean(seen, axis=0)
+    return loss, {"loss": loss.item(), "kl": kl, "clip_fraction": clip_fraction}
 
 # ==== Five tests that teach =======================================================================
 def test_the_apples_from_texts_to_loss_and_gradient():
@@ -72,8 +72,7 @@ def test_the_apples_from_texts_to_loss_and_gradient():
     assert rewards.tolist() == [1.5, 1.5, 0.5, 0.5] and advantages.tolist() == [1, 1, -1, -1]
     pi = numbers("0.3 0.2 / 0.1 nan / 0.3 nan / 0.1 0.2")  # 2 and 3 have one token, then padding
     old = zeros(4, 2) + math.log(0.2)  # pi_old gave each token 0.2, and pi_ref, too
-    def loss(logprobs):
-        return grpo_loss(logprobs, old, old, advantages, ~pi.isnan())[0]
+    loss = lambda logprobs: grpo_loss(logprobs, old, old, advantages, ~pi.isnan())[0]
     surrogate = (1.2 + 1.0) / 2 + 0.5 - 1.5 - (0.8 + 1.0) / 2  # a mean for each completion
     k3 = 0.0721 / 2 + 0.3069 + 0.0721 + 0.3069 / 2
     assert loss(pi.log()).item() == approx(-(surrogate - 0.04 * k3) / 4, abs=1e-5)  # 0.2057
@@ -88,8 +87,7 @@ def test_the_apples_from_texts_to_loss_and_gradient():
 
 def test_the_corners_of_the_clip():
     """With A = +1, then with A = -1. The slope is with respect to log pi, where r has slope r."""
-    def surrogate(log_ratio):
-        return clipped_surrogate(log_ratio.exp(), tensor([1.0, -1.0]))
+    surrogate = lambda log_ratio: clipped_surrogate(log_ratio.exp(), tensor([1.0, -1.0]))
     x = numbers("0.5 0.9 1.0 1.1 1.5 / 0.5 0.9 1.0 1.1 1.5").log()
     assert_close(surrogate(x), numbers("0.5 0.9 1.0 1.1 1.2 / -0.8 -0.9 -1.0 -1.1 -1.5"))
     slopes = gradient(lambda x: surrogate(x).sum(), x)
@@ -100,8 +98,7 @@ def test_the_corners_of_the_clip():
     (60.0, math.exp(50) - 51, 0.0)])  # stopped at 50, so it stays finite (as in Explained, 185)
 def test_k3_and_its_gradient(x, expected, slope):
     """k3 is e^x - 1 - x, and its slope with respect to log pi is 1 - e^x."""
-    def k3(logprobs):
-        return k3_kl(logprobs, tensor(x))
+    k3 = lambda logprobs: k3_kl(logprobs, tensor(x))
     found = k3(tensor(0.0)).item(), gradient(k3, tensor(0.0)).item()
     assert found == approx((expected, slope), rel=1e-3)
 
@@ -109,9 +106,6 @@ def test_the_loop_on_the_first_page_is_what_train_does(monkeypatch):
     """Without `train`'s seeds. It is stopped after two steps of a million: its rate is constant."""
     [loop] = [block for block in grpo.__doc__.split("\n\n") if "for step in range" in block]
     loop = "if True:\n" + loop.replace("1e-6", "0.001").replace("512", "6")
-    def stop(metrics, groups):
-        if metrics["step"] == 2:
-            raise KeyboardInterrupt
     monkeypatch.setattr(grpo, "set_seed", lambda seed: None)
     length = lambda completions, **columns: [len(text) for text in completions]  # the reward
     ours, theirs, start = tiny_model(), tiny_model(), weights_of(tiny_model())
@@ -119,16 +113,17 @@ def test_the_loop_on_the_first_page_is_what_train_does(monkeypatch):
     exec(loop, vars(grpo) | dict(model=ours, tokenizer=tiny_tokenizer(), examples=PROMPTS,
                                  reward_fn=length, B=2, G=4, steps=2))
     random.seed(1), torch.manual_seed(1)
-    with raises(KeyboardInterrupt):
-        run_small(theirs, length, after_step=stop, prompts_per_step=2, learning_rate=0.001,
-                  steps=1_000_000, max_grad_norm=1e9)
+    with raises(ZeroDivisionError):
+        run_small(theirs, length, prompts_per_step=2, learning_rate=0.001, steps=1_000_000,
+                  max_grad_norm=1e9, after_step=lambda metrics, _: 1 / (2 - metrics["step"]))
     moved = (weights_of(ours) - start).norm()
     assert moved > 0 and (weights_of(ours) - weights_of(theirs)).norm() < 1e-3 * moved
 
 def test_running_grpo_prints_the_apples_and_the_smallest_policy_learns(capsys):
     runpy.run_path(grpo.__file__, run_name="__main__")
-    _, *lines = capsys.readouterr().out.splitlines()  # the first line has the columns' names
-    assert lines[:7] == [
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[:8] == [
+        "completion        reward  advantage  ratio  surrogate      k3  gradient",
         r"3+2 = \boxed{5}      1.5        1.0    1.5        1.2  0.0721    0.0017",
         r"3+2 = \boxed{5}      1.5        1.0    1.0        1.0  0.0000   -0.1250",
         r"\boxed{5}            1.5        1.0    0.5        0.5  0.3069   -0.1350",
@@ -136,7 +131,8 @@ def test_running_grpo_prints_the_apples_and_the_smallest_policy_learns(capsys):
         r"3-2 = \boxed{1}      0.5       -1.0    0.5       -0.8  0.3069   -0.0050",
         r"3-2 = \boxed{1}      0.5       -1.0    1.0       -1.0  0.0000    0.1250",
         "loss 0.2057"]
-    means = [float(line.split()[-1]) for line in lines if "mean reward" in line]
+    means = [0.5 + says.count("5") / 8 for says in re.findall(r"says (\d+)", printed)]
+    assert re.findall("reward ([0-9.]+)", printed) == [f"{mean:.2f}" for mean in means]
     assert means[0] <= 0.9 and means[-1] >= 1.2  # 0.5 is for a box, and 1 more for a 5 in it
 def test_what_stands_below_each_prompt_of_the_docstrings_is_true():
     failures, examples = doctest.testmod(grpo)
@@ -165,8 +161,7 @@ def slopes(loss_type, advantage=2):
 
 def test_scratch_as_printed():
     """Quick Recap, The Key Insight and The Full GRPO Objective."""
-    def clip(A, epsilon=0.2):
-        return clipped_surrogate(tensor([[1.3]]), tensor([A]), epsilon)
+    clip = lambda A, epsilon=0.2: clipped_surrogate(tensor([[1.3]]), tensor([A]), epsilon)
     assert_printed([clip(2.0, epsilon=99), clip(1.0), clip(2.0)], "2.6 1.2 2.4")
     rewards = numbers("2.0 3.5 1.0 4.0 2.5")
     mean, std = mean_and_std(rewards)
@@ -291,8 +286,7 @@ def test_rewards_that_are_equal_but_for_rounding_give_exactly_0(rewards, signs, 
 @parametrize("log_ratio, A, slope", [  # bad and unclipped; stopped at e^50; clipped, and not NaN
     (49.0, -1.0, math.exp(49)), (1000.0, -1.0, 0.0), (1000.0, 1.0, 0.0)])
 def test_the_gradient_of_a_huge_ratio_is_finite(log_ratio, A, slope):
-    def loss(logprobs):
-        return grpo_loss(logprobs, zeros(1, 1), None, tensor([A]), ones(1, 1), beta=0)[0]
+    loss = lambda x: grpo_loss(x, zeros(1, 1), None, tensor([A]), ones(1, 1), beta=0)[0]
     assert gradient(loss, tensor([[log_ratio]])).item() == approx(slope, rel=1e-4)
 
 MAX_LENGTH = 7  # for dr_grpo
@@ -302,25 +296,22 @@ def loss_inputs():
     mask = torch.arange(5) < tensor([[5], [1], [0], [3], [4], [2]])
     return dict(logprobs=0.4 * noise[0] - 2, old_logprobs=0.4 * noise[1] - 2,
                 ref_logprobs=0.4 * noise[2] - 2, advantages=noise[3, :, 0], mask=mask)
-def both(loss, padding=0.0, relative=None, **settings):  # as functions of the log-probs
-    *three, advantages, mask = loss_inputs().values()
-    logprobs, old, ref = (x.masked_fill(~mask, padding) for x in three)
-    def ours(logprobs):
-        return loss(logprobs, old, ref, advantages, mask, **settings)[0]
-    def slow(logprobs):
-        lists = [[row[real] for row, real in zip(x, mask)] for x in (logprobs, old, ref)]
-        return slow_loss(*lists, advantages, relative=relative, **settings)
-    return logprobs, ours, slow
 
 @parametrize("padding", [1.0, nan, inf])
 @parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 @parametrize("settings", [dict(), dict(beta=0), dict(epsilon_high=0.28),
                           dict(epsilon=0.1, epsilon_high=0, beta=1)], ids=str)
-def test_loss_and_gradient_are_the_slow_ones(settings, loss_type, padding):
-    logprobs, ours, slow = both(grpo_loss, padding, loss_type=loss_type,
-                                max_completion_length=MAX_LENGTH, **settings)
-    assert_close(ours(logprobs), slow(logprobs))
-    assert_close(gradient(ours, logprobs), gradient(slow, logprobs))
+def test_loss_gradient_and_metrics_are_the_slow_ones(settings, loss_type, padding):
+    settings = dict(loss_type=loss_type, max_completion_length=MAX_LENGTH) | settings
+    *three, advantages, mask = loss_inputs().values()
+    logprobs, old, ref = (x.masked_fill(~mask, padding) for x in three)
+    ours = lambda logprobs: grpo_loss(logprobs, old, ref, advantages, mask, **settings)
+    def slow(logprobs):
+        lists = [[row[real] for row, real in zip(x, mask)] for x in (logprobs, old, ref)]
+        return slow_loss(*lists, advantages, **settings)
+    assert ours(logprobs)[1] == approx(slow(logprobs)[1])
+    slopes = gradient(lambda x: slow(x)[0], logprobs)
+    assert_close(gradient(lambda x: ours(x)[0], logprobs), slopes)
 def test_pi_old_and_pi_ref_get_no_gradient():
     inputs = {name: x.requires_grad_("_logprobs" in name) for name, x in loss_inputs().items()}
     assert not grpo_loss(**inputs)[0].requires_grad
@@ -424,11 +415,12 @@ def test_what_the_model_reads_of_a_prompt(prompt, ids):
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<37> $A", special_tokens=[("<37>", 37)])
     assert encode_prompt(tokenizer, prompt) == ids
-def test_the_softmax_is_in_float32_whatever_the_model_computes_in():
-    logits = torch.linspace(-3, 3, 39).bfloat16()  # whose softmax would be off by hundredths
-    model = lambda **inputs: Mock(logits=logits.expand(1, 2, 39))
-    found = token_logprobs(model, tensor([[0, 5]]), ones(1, 2), 1)
-    assert_close(found.view(()), logits.float().log_softmax(dim=0)[5])
+def test_the_softmax_is_in_float32_even_if_the_model_computes_in_bfloat16():
+    with torch.autocast("cpu", torch.bfloat16):
+        [[c]] = sample_groups(model := tiny_model(), tiny_tokenizer(), PROMPTS[:1], 1, 8)
+        logprobs, _ = compute_logprobs(model, [c])
+    for found in (tensor(c.sampler_logprobs), logprobs):
+        assert not found.equal(found.bfloat16().float())
 def test_matrices_are_multiplied_in_bfloat16_where_the_gpu_can(monkeypatch):
     monkeypatch.setattr(torch, "autocast", autocast := Mock())
     for device, can in ("cpu", True), ("cuda", False), ("cuda", True):
@@ -462,37 +454,35 @@ def test_a_reward_function_gets_copies():
     assert completions == two_completions()
 
 def slow_step(model, reference, optimizer, groups, config):  # tokens are drawn at temperature 1
-    completions, t, rows = sum(groups, []), config.temperature, []
+    def read(model, temperature=config.temperature):
+        return [slow_logprobs(model, c, temperature) for c in completions]
+    completions, found = sum(groups, []), []
     rewards = tensor([[c.reward for c in group] for group in groups])
-    advantages = group_advantages(rewards, config.scale_rewards).flatten()
-    drawn = torch.cat([slow_logprobs(model, c).detach() for c in completions])
-    old, ref = ([slow_logprobs(x, c, t).detach() for c in completions] for x in (model, reference))
-    A = torch.cat([a.expand(len(x)) for a, x in zip(advantages, old)])  # of each token
+    A = group_advantages(rewards, config.scale_rewards).flatten()
+    with torch.no_grad():
+        drawn, old, ref = read(model, 1), read(model), read(reference)
     for _ in range(config.num_iterations):
-        new = [slow_logprobs(model, c, t) for c in completions]
-        loss = slow_loss(new, old, ref, advantages, **{name: getattr(config, name) for name in (
-            "epsilon", "epsilon_high", "beta", "loss_type", "max_completion_length")})
+        loss, metrics = slow_loss(read(model), old, ref, A, **vars(config))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        r, x = (torch.cat(new) - torch.cat(old)).exp(), torch.cat(ref) - torch.cat(new)
-        clipped = torch.where(A > 0, r > 1 + (config.epsilon_high or config.epsilon),
-                              (A < 0) & (r < 1 - config.epsilon))
-        each = (x.exp() - x - 1) * (config.beta > 0), clipped, (drawn - torch.cat(old)).abs()
-        each = [y[(A != 0) | (config.beta > 0)].float().mean() for y in each]  # what is learned
-        rows.append([y.item() for y in (loss, norm, *each)])
-    names = "loss", "grad_norm", "kl", "clip_fraction", "sampler_gap"
-    return dict(zip(names, np.mean(rows, axis=0)), reward_mean=rewards.mean().item(),
-                zero_variance_fraction=(rewards.std(dim=1) == 0).float().mean().item(),
-                entropy=-drawn.mean().item(), completion_length=len(A) / len(completions),
-                truncated_fraction=np.mean([c.ids[-1] < 36 for c in completions]))
+        found.append([*metrics.values(), norm.item()])
+    loss, kl, clip_fraction, norm = np.mean(found, axis=0)
+    gaps = [(x - y).abs() for x, y, a in zip(drawn, old, A) if a or config.beta]
+    return dict(
+        loss=loss, kl=kl * (config.beta > 0), clip_fraction=clip_fraction, grad_norm=norm,
+        reward_mean=rewards.mean().item(), entropy=-torch.cat(drawn).mean().item(),
+        zero_variance_fraction=(rewards.std(dim=1) == 0).float().mean().item(),
+        completion_length=np.mean([len(c.ids) for c in completions]),
+        truncated_fraction=np.mean([c.ids[-1] < 36 for c in completions]),
+        sampler_gap=torch.cat(gaps).mean().item())
 
 TWICE = dict(num_iterations=2)
 @parametrize("settings", [
     TWICE, dict(beta=0), TWICE | dict(beta=0, loss_type="dapo"), dict(max_grad_norm=1e9),
     TWICE | dict(beta=0.5, loss_type="dapo"), TWICE | dict(beta=0, loss_type="dr_grpo"),
-    TWICE | dict(epsilon=0.01, epsilon_high=0.5),
+    TWICE | dict(epsilon=0.01, epsilon_high=0.5, max_grad_norm=0.5),
     dict(scale_rewards="none", warmup_steps=2)], ids=str)
 def test_the_metrics_of_three_steps_are_those_of_the_slow_loop(settings, monkeypatch):
     """The model comes in bfloat16 and with dropout. The sampler has another temperature. Of the
@@ -509,30 +499,21 @@ def test_the_metrics_of_three_steps_are_those_of_the_slow_loop(settings, monkeyp
         expected = slow_step(slow, reference, optimizer, groups, config)
         assert {x: metrics[x] for x in expected} == approx(expected, rel=1e-4, abs=1e-5)
 
-def test_weights_that_are_frozen_or_get_no_gradient_stay_as_they_are():
-    """The tiny model's bias is frozen. 38 ends a completion, so its embedding is never read."""
-    model, start = tiny_model(), tiny_model()
-    run_small(model, learning_rate=0.1)
-    assert model.lm_head.bias.equal(start.lm_head.bias)
-    assert model.model.embed_tokens.weight[38].equal(start.model.embed_tokens.weight[38])
 def test_the_seconds_are_those_of_sampling_reward_and_update(monkeypatch):
-    """On a clock that sampling moves by 1, the reward by 100, and an update by 10,000."""
-    now, found, model = [0], {}, tiny_model()
-    def slow_pass(module, arguments, inputs):
-        now[0] += 1 if inputs["use_cache"] else 10_000
-    def slow_reward(completions, **columns):
-        now[0] += 100
-        return [0, 1] * 6
-    model.register_forward_pre_hook(slow_pass, with_kwargs=True)
-    monkeypatch.setattr(grpo.time, "perf_counter", lambda: now[0])
-    run_small(model, slow_reward, steps=1, after_step=lambda metrics, _: found.update(metrics))
-    assert 0 < found["sample_seconds"] < 100 == found["reward_seconds"] < found["update_seconds"]
+    clock, found = Mock(side_effect=[0, 1, 10, 100]), {}  # read before and after each of them
+    def reward(completions, **columns):
+        assert clock.call_count == 2
+        return 12 * [1]
+    monkeypatch.setattr(grpo, "time", Mock(perf_counter=clock))
+    run_small(tiny_model(), reward, steps=1, after_step=lambda metrics, _: found.update(metrics))
+    assert found == found | dict(sample_seconds=1, reward_seconds=9, update_seconds=90)
 
 @parametrize("settings, expected", [  # pi_ref reads the completions, pi_theta learns
     (TWICE, "sample 3, sample 12, read 12, learn 12, learn 12"),
     (dict(beta=0), "sample 3, sample 12, learn 4"),  # four advantages are not 0
     (dict(micro_batch_size=9), "sample 3, sample 12, read 9, learn 9, read 3, learn 3"),
-    (dict(sampling_batch_size=1, beta=0), 3 * "sample 1, sample 4, " + "learn 4")], ids=str)
+    (dict(sampling_batch_size=1, beta=0), 3 * "sample 1, sample 4, " + "learn 4"),
+    (dict(sampling_batch_size=9, beta=0), "sample 2, sample 8, sample 1, sample 4, learn 4")])
 def test_the_forward_passes_of_a_step(settings, expected):
     """Sampling reads the prompts, then one token of each. Only what teaches is computed."""
     passes = watch(model := tiny_model(end_logit=-100.0))
@@ -545,8 +526,10 @@ def test_the_longest_completions_are_learned_first():
     lengths = [logits.shape[1] for kind, logits in passes if kind == "learn"]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
 def test_the_bar_shows_the_accuracy_that_after_step_has_added(capsys):
-    run_small(tiny_model(), steps=1, after_step=lambda metrics, _: metrics.update(accuracy=0.625))
-    assert re.search("reward_mean=.*accuracy=0.625", capsys.readouterr().err)
+    """And it goes on to show the last one."""
+    run_small(tiny_model(), after_step=lambda metrics, _: (
+        metrics["step"] == 1 and metrics.update(accuracy=0.625)))
+    assert re.search("2/2.*reward_mean=.*accuracy=0.625", capsys.readouterr().err)
 def test_a_gradient_that_is_not_finite_moves_nothing_and_is_said(capsys):
     model, factors = tiny_model(), iter([1, nan, 1])  # of the gradients of three steps
     model.lm_head.weight.register_hook(lambda slope: slope * next(factors))
@@ -578,12 +561,16 @@ def test_in_the_callers_autocast_each_update_uses_the_weights_as_they_are():
     assert {logits.dtype for _, logits in passes} == {torch.bfloat16}
     first, second = [logits for kind, logits in passes if kind == "learn"]
     assert (first - second).abs().max() > 0.1
-def test_the_settings_are_by_default():
-    assert vars(GRPOConfig()) == dict(
-        num_generations=8, prompts_per_step=32, sampling_batch_size=256, max_completion_length=512,
-        temperature=1.0, scale_rewards="group", beta=0.04, epsilon=0.2, epsilon_high=None,
-        loss_type="grpo", num_iterations=1, micro_batch_size=4, learning_rate=1e-6,
-        warmup_steps=10, max_grad_norm=1.0, steps=300, save_steps=20, seed=0)
+def test_the_settings_are_by_default_and_for_the_sums():
+    assert f"{GRPOConfig()} {gsm8k_demo.DemoConfig()} {gsm8k_demo.TASKS['sums'].settings}" == (
+        "GRPOConfig(num_generations=8, prompts_per_step=32, sampling_batch_size=256, "
+        "max_completion_length=512, temperature=1.0, scale_rewards='group', beta=0.04, "
+        "epsilon=0.2, epsilon_high=None, loss_type='grpo', num_iterations=1, micro_batch_size=4, "
+        "learning_rate=1e-06, warmup_steps=10, max_grad_norm=1.0, steps=300, save_steps=20, seed=0)"
+        " DemoConfig(task='', model='', data='', output='', resume=False, eval_questions=1319, "
+        "eval_steps=50, cpu_bf16=False) {'steps': 20, 'prompts_per_step': 6, "
+        "'max_completion_length': 32, 'num_iterations': 2, 'warmup_steps': 8, 'learning_rate': "
+        "2e-06, 'micro_batch_size': 8, 'save_steps': 4, 'eval_questions': 100, 'eval_steps': 2}")
 
 def test_checkpoints_come_after_step_1_every_save_steps_and_at_the_end(tmp_path):
     """NumPy's numbers become plain ones. The four settings of the second run may change."""
@@ -598,23 +585,26 @@ def test_checkpoints_come_after_step_1_every_save_steps_and_at_the_end(tmp_path)
     assert found == [0, 1, 1, 3, 3, 3, 6, 6] and len(torch.load(path)["history"]) == 8
     assert path.with_name("metrics.jsonl").read_text().count('"mine": 0.5') == 8
     assert "reference" not in torch.load(path)  # at beta=0, there is no pi_ref
-@parametrize("name, value", [
-    ("num_generations", 5), ("beta", 0), ("epsilon_high", 0.3),
-    ("loss_type", "dapo"), ("learning_rate", 0.02)])
-def test_a_run_cannot_be_resumed_with_another(name, value, tmp_path):
-    run_small(tiny_model(), output_dir=tmp_path, steps=1)
-    with raises(ValueError, match=f"another run: {name} is"):
-        run_small(tiny_model(), output_dir=tmp_path, resume=True, **{name: value})
-@parametrize("name, value", [
-    ("num_generations", 1), ("steps", 2.5), ("seed", -1), ("temperature", 0),
-    ("learning_rate", nan), ("learning_rate", "1e-6"), ("learning_rate", -0.1),
-    ("scale_rewards", None)])
-def test_a_setting_that_cannot_be_is_refused(name, value):
-    with raises(ValueError, match=f"{name} is {value!r}"):
+def test_a_run_cannot_be_resumed_with_any_other_setting_changed(tmp_path):
+    run = dict(output_dir=tmp_path, steps=1, data=3 * PROMPTS)
+    run_small(tiny_model(), **run)
+    for name in {*vars(GRPOConfig())} - {
+            "steps", "save_steps", "micro_batch_size", "sampling_batch_size"}:
+        here = dict(loss_type="dapo", scale_rewards="none").get(name, 7)
+        with raises(ValueError, match=f"another run: {name} is .* there, {here}.* here"):
+            run_small(tiny_model(), resume=True, **run | {name: here})
+@parametrize("name, value, wanted", [
+    ("num_generations", 1, "a whole number of at least 2"), ("steps", 2.5, "a whole number"),
+    ("seed", -1, "a whole"), ("temperature", 0, "a number of at least 1e-06"),
+    ("learning_rate", nan, "a number"), ("learning_rate", "1e-6", "a number"), ("beta", None, "a"),
+    ("learning_rate", -0.1, "a number"), ("learning_rate", inf, "a number"),
+    ("scale_rewards", None, "one of .'group', 'none'")])
+def test_a_setting_that_cannot_be_is_refused(name, value, wanted):
+    with raises(ValueError, match=f"{name} is {value!r}, not {wanted}"):
         GRPOConfig(**{name: value})
 @parametrize("said, wrong", [
     (r"\(1, 5\)", dict(old_logprobs=zeros(1, 5))), (r"\(5,\)", dict(advantages=zeros(5))),
-    (r"\(5,\)", dict(mask=ones(5))),
+    (r"\(5,\)", dict(mask=ones(5))), ("want", {x: zeros(6) for x in loss_inputs()}),
     ("are needed", dict(ref_logprobs=None)), ("'dr_grpo'", dict(loss_type="dr_grpo"))])
 def test_wrong_arguments_of_the_loss_are_refused(said, wrong):
     with raises(ValueError, match=said):
@@ -633,16 +623,18 @@ def test_rewards_other_than_n_finite_numbers_are_refused(said, rewards):
     ("'' has no tokens", lambda: run_small(tiny_model(), data=3 * [{"prompt": ""}])),
     ("has no cache", lambda: run_small(tiny_model("openai-gpt"))),
     ("has no cache|only contain LinearAttention", lambda: run_small(tiny_model("mamba"))),
-    ("no eos_token_id",
-     lambda: grpo.end_token_ids(Mock(generation_config=None, config=None), None))])
+    ("no eos_token_id", lambda: end_token_ids(Mock(generation_config=None, config=None), None))])
 def test_what_cannot_be_done_is_refused_with_an_error_that_says_it(said, call):
     with raises(ValueError, match=said):
         call()
-def test_a_run_without_a_checkpoint_is_not_overwritten(tmp_path):
+def test_a_run_without_a_checkpoint_is_not_overwritten(tmp_path, capsys):
+    """Unless one asks for it. Then it starts again, and says so."""
     (tmp_path / "metrics.jsonl").write_text("mine")
     with raises(ValueError, match="holds a run: resume it"):
         run_small(tiny_model(), output_dir=tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == "mine"
+    assert len(run_small(tiny_model(), output_dir=tmp_path, resume=True)) == 2
+    assert f"no checkpoint in {tmp_path}: starting at step 1" in capsys.readouterr().out
 
 @parametrize("when, step, module, function, error", [
     ("metrics.jsonl is written", 3, Path, "write_text", SystemExit),
@@ -692,14 +684,13 @@ PARITY = {  # TRL's settings in .ci/trl_figures.py; its loss, and sum and norm o
     ("grpo, beta 0.04", None, ""), ("epsilon_high", None, ""), ("GSPO", "GSPO", r"ratio = \(l"),
     ("corrected KL", "TRL's KL", "loss = -")])
 def test_the_loss_and_the_printed_changes_are_those_of_trl(name, relative, line):
-    """Loss, and sum and norm of its gradient, are TRL 1.16's, and the gradient is the slow one."""
-    settings, figures = PARITY[name]
+    """Loss, and sum and norm of its gradient, are TRL 1.16's."""
+    loss_of, (settings, figures) = with_printed_change(relative, line)["grpo_loss"], PARITY[name]
     settings = {x: settings[x] for x in settings if x in inspect.signature(grpo_loss).parameters}
-    logprobs, ours, slow = both(with_printed_change(relative, line)["grpo_loss"], relative=relative,
-                                max_completion_length=MAX_LENGTH, **settings)
-    slope = gradient(ours, logprobs)
-    assert_close(slope, gradient(slow, logprobs))
-    assert [ours(logprobs), slope.sum(), slope.norm()] == approx(figures, abs=1e-12)
+    settings |= loss_inputs() | dict(max_completion_length=MAX_LENGTH)
+    loss = lambda logprobs: loss_of(**settings | dict(logprobs=logprobs))[0]
+    slope = gradient(loss, logprobs := settings["logprobs"])
+    assert [loss(logprobs), slope.sum(), slope.norm()] == approx(figures, abs=1e-12)
 def test_the_printed_baseline_of_rloo_is_that_of_the_book():
     advantages = with_printed_change("RLOO", "centered = ", "{old}{}")["group_advantages"]
     rewards = tensor([[4.0, 0, 2, 6], [1, 0, 0, 1]])
@@ -739,12 +730,11 @@ def rehearsal():  # gives copies of that of seed 0, made only once
 def nine(rehearsal, tmp_path_factory):  # folder and print of nine steps
     folder = tmp_path_factory.mktemp("nine")
     return folder, call_demo(
-        f"--steps 9 --eval_questions 64 --eval_steps 3 --output {folder}", rehearsal)
+        f"--steps 9 --eval_questions 80 --eval_steps 3 --output {folder}", rehearsal)
 @pytest.fixture(scope="module")
-def five(rehearsal, tmp_path_factory):  # folder of five steps
-    folder = tmp_path_factory.mktemp("five")
-    call_demo(f"{SMALL} --eval_steps 1 --output {folder}", rehearsal)
-    return folder
+def five(rehearsal, tmp_path_factory):  # results of five steps
+    call_demo(f"{SMALL} --eval_steps 1 --output {tmp_path_factory.mktemp('five')}", rehearsal)
+    return read(tmp_path_factory.getbasetemp() / "five0/results.json")
 @pytest.fixture
 def data(tmp_path, monkeypatch):  # a new folder, with GSM8K's two files in data/
     monkeypatch.chdir(tmp_path)
@@ -752,6 +742,11 @@ def data(tmp_path, monkeypatch):  # a new folder, with GSM8K's two files in data
     for part in ("train", "test"):
         Path(f"data/{part}.jsonl").write_text("\n".join(json.dumps(
             {"question": f"{part} {i}?", "answer": f"70+{i}.\n#### 1,00{i}"}) for i in range(3)))
+def test_gsm8k_comes_from_the_hub_without_the_questions_of_a_dialogue(monkeypatch):
+    load = Mock(return_value=dict(train=[], test=[]))
+    monkeypatch.setattr(gsm8k_demo, "load_dataset", load)
+    assert gsm8k_demo.load_gsm8k() == [[], []]
+    load.assert_called_once_with("openai/gsm8k", "main")  # and not "socratic"
 def test_rows_of_gsm8k_keep_only_the_last_number_of_the_solution(data):
     """Only the question is in the prompt, after a system prompt that asks for a box."""
     for part, rows in zip(("train", "test"), gsm8k_demo.load_gsm8k("data")):
@@ -761,18 +756,12 @@ def test_rows_of_gsm8k_keep_only_the_last_number_of_the_solution(data):
         assert system["role"] == "system" and "into \\boxed{}" in system["content"]
 def test_the_100_sums_of_the_test_are_always_the_same_and_never_trained_on():
     train, test = gsm8k_demo.TASKS["sums"].load(folder="", seed=7)
-    sums = [*product(range(11, 40), range(2, 10), range(2, 41))]
-    random.Random(0).shuffle(sums)
-    assert [(row["question"], row["answer"]) for row in test] == [
-        (f"Answer in one short line: what is {a} times {b} plus {c}?", str(a * b + c))
-        for a, b, c in sums[:100]]
-    assert all(row["prompt"] == [{"role": "user", "content": row["question"]}] for row in test)
-    assert len(train) == 8948 and not [row for row in train if row in test]
-def test_how_the_sums_are_trained():
-    settings, said = gsm8k_demo.TASKS["sums"].settings, dict(
-        steps=20, num_iterations=2, max_completion_length=32, learning_rate=2e-6)
-    assert settings == settings | said
-
+    for row in test:
+        a, b, c = map(int, re.findall("[0-9]+", row["question"]))
+        assert row["answer"] == str(a * b + c)
+        assert row["prompt"] == [{"role": "user", "content": row["question"]}]
+    assert test[0]["question"] == "Answer in one short line: what is 16 times 2 plus 23?"
+    assert (len(train), len(test)) == (8948, 100) and not [row for row in train if row in test]
 @parametrize("seed", [0, 5])
 def test_the_rehearsal_is_not_tested_on_what_it_has_learned_from(seed, monkeypatch):
     """Neither in pre-training nor in training. (Anna's eggs are the same as Ben's.)"""
@@ -800,9 +789,9 @@ def test_the_figures_of_an_evaluation(monkeypatch):
     found = gsm8k_demo.evaluate(None, None, rows, 9)
     assert found == found | {"questions": 10, "accuracy": 0.1, "lenient_accuracy": 0.3}
     assert found["interval"] == approx([0.0179, 0.4042], abs=1e-4)
+    assert [row["right"] for row in found["texts"]] == [True] + 9 * [False]
     by_sum = gsm8k_demo.evaluate(None, None, rows, 9, reward=gsm8k_demo.sum_reward)
     assert by_sum["accuracy"] == 0.4  # rewards of 1 are right, too
-
 @parametrize("gpu, flags, seen", [  # the name and the device, or the seed of the rehearsal
     (True, "--data data", ["Qwen/Qwen2.5-0.5B-Instruct", "cuda"]),
     (True, "--task sums", ["Qwen/Qwen2.5-Coder-0.5B-Instruct", "cuda"]),
@@ -855,6 +844,7 @@ def test_every_eval_steps_th_step_has_an_accuracy_and_the_curve_is_of_it(nine):
     accuracy = {row["step"]: row["accuracy"] for row in metrics if "accuracy" in row}
     [curve] = re.findall("during training: (.*)", nine[1])
     assert [*accuracy] == [3, 6, 9] and accuracy[3] < 0.5 < accuracy[9]
+    assert not any(64 * x % 1 for x in accuracy.values())  # of the first 64 problems
     assert [*map("▁▂▃▄▅▆▇█".index, curve)] == approx([7 * x for x in accuracy.values()], abs=1)
 def test_the_first_and_every_fourth_step_show_a_whole_group_best_first(nine):
     shown = re.findall(r"step (\d): .* \(answer (.*)\)\n((?:  reward .*\n)+)", nine[1])
@@ -862,43 +852,54 @@ def test_the_first_and_every_fourth_step_show_a_whole_group_best_first(nine):
     for _, answer, group in shown:
         rows = re.findall("reward (.*)  advantage (.*?)  (.*)", group)
         rewards, advantages = ([float(row[i]) for row in rows] for i in (0, 1))
-        assert len(rows) == 8 and rewards == sorted(rewards, reverse=True)
+        assert len(rows) == 8 and rewards == sorted(rewards, reverse=True) and len({*rewards}) > 1
         assert rewards == [rule_reward(text, answer) for _, _, text in rows]
         assert advantages == approx(*group_advantages(torch.tensor([rewards])).tolist(), abs=0.006)
+def test_the_time_is_said_after_step_1_and_the_figures_at_the_end(nine):
+    first = read(nine[0] / "metrics.jsonl")[0]
+    minutes = (first["sample_seconds"] + first["update_seconds"]) * 9 / 60
+    assert f"9 steps like this one take {minutes:.1f} minutes" in nine[1]
+    for when, x in read(nine[0] / "results.json").items():
+        figures = x["accuracy"], *x["interval"], x["sampled_accuracy"]
+        assert ("{}: {:.1%} of 80 right (95 % interval {:.1%} to {:.1%})\n        {:.1%} if tokens "
+                "are drawn").format(when, *figures) in nine[1]
+@parametrize("flags, said", [
+    ("", "no GPU: --task rehearsal"), ("--eval_steps 0", "training: none"),
+    ("--beta 0", "1000.0 M weights on cpu. Two checkpoints take 24.00 GB"),
+    ("", "take 32.00 GB"), (GSM8K + "--model tiny", "no GPU: with its default settings")])
+def test_what_a_run_says_about_itself(flags, said, data, rehearsal, monkeypatch):
+    for part in rehearsal(0)[:2]:
+        part.save_pretrained("tiny")
+    monkeypatch.setattr(gsm8k_demo.Qwen2ForCausalLM, "num_parameters", lambda self: 10**9)
+    printed = call_demo(f"{flags} {SHORT} --max_completion_length 4", rehearsal)
+    assert said in printed and ("days" in printed) == ("gsm8k" in flags)
 def test_three_problems_are_shown_before_and_after(nine):
     folder, printed = nine
     for before, after in [*zip(*(read(folder / f"{x}.jsonl") for x in ("before", "after")))][:3]:
         assert (f"{before['question']} (answer {before['answer']})\n- before:\n{before['text']}\n"
                 f"- after:\n{after['text']}\n") in printed
-def test_tests_during_training_change_nothing_in_it(five, data, rehearsal):
-    call_demo(SMALL + "--eval_steps 0 --output run", rehearsal)
-    tested, calm = ([{x: row[x] for x in row if "seconds" not in x}
-                     for row in read(folder / "metrics.jsonl")] for folder in (five, Path("run")))
-    assert all(row.pop("accuracy") >= 0 for row in tested) and tested == calm
-    assert read("run/results.json") == read(five / "results.json")
-
-@parametrize("module, function, call, lost, typed", [
-    (gsm8k_demo, "evaluate", 2, r"\b0 steps.*\b0\b", None),
-    (grpo, "grade", 1, r"\b0 steps.*\b0\b", None),
-    (grpo, "grade", 4, r"\b1 steps.*\b2\b", "--resume --output run")])
+@parametrize("module, function, call, lost, flags", [
+    (gsm8k_demo, "evaluate", 2, r"\b0 steps.*\b0\b", ""),
+    (grpo, "grade", 1, r"\b0 steps.*\b0\b", ""),
+    (grpo, "grade", 4, r"\b1 steps.*\b2\b", "--output 'my run'")])
 def test_after_ctrl_c_a_run_ends_as_if_it_had_not_come(
-        module, function, call, lost, typed, five, data, rehearsal, monkeypatch):
-    """It comes in the test before training, in step 1 or 4. Then we type that, or what it says."""
+        module, function, call, lost, flags, five, data, rehearsal, monkeypatch):
+    """It comes in the test before training, in step 1 or 4. Then we type what the demo says."""
     works, stop = getattr(module, function), Mock(side_effect=KeyboardInterrupt)
     calls = iter([*(call - 1) * [works], stop, *99 * [works]])
     monkeypatch.setattr(module, function, lambda *given, **more: next(calls)(*given, **more))
     with raises(SystemExit, match=lost) as stopped:
-        call_demo(SMALL + "--eval_steps 1" + (" --output run" if typed else ""), rehearsal)
-    call_demo(typed or stopped.value.code.split("gsm8k_demo.py")[1], rehearsal)
-    [results] = Path().glob("run*/**/results.json")
-    assert read(results) == read(five / "results.json")
-
+        call_demo(SMALL + "--eval_steps 1 " + flags, rehearsal)
+    call_demo(stopped.value.code.split("gsm8k_demo.py")[1], rehearsal)
+    [results] = Path().glob("*/**/results.json")
+    assert read(results) == five
 @parametrize("error, raised, said", [
     (OSError(28, "No space left on device"), SystemExit, "disk is full.* To go on:\n.*--resume"),
     (OSError(122, "Disk quota exceeded"), SystemExit, "disk is full.* To go on:\n.*--resume"),
     (RuntimeError("[enforce fail at inline_container.cc:67] ."), SystemExit, "disk is full"),
     (torch.OutOfMemoryError(), SystemExit, "lower --micro_batch_size, --sampling_batch_size"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), SystemExit, "lower --micro"),
+    (MemoryError(), SystemExit, "lower --m"), (RuntimeError("ALLOC_FAILED"), SystemExit, "lower"),
     (KeyError("something else"), KeyError, "something else")], ids=str)
 def test_a_full_disk_or_memory_gives_advice(error, raised, said, data, rehearsal, monkeypatch):
     """And leaves no half file. Any other error keeps its traceback."""
@@ -909,7 +910,6 @@ def test_a_full_disk_or_memory_gives_advice(error, raised, said, data, rehearsal
     with raises(raised, match=said):
         call_demo(SHORT, rehearsal)
     assert raised is KeyError or not Path("run/checkpoint.new").exists()
-
 @parametrize("flags, said", [  # by argparse, or after "stopped"
     ("--task word", "--task"), ("--model tiny", "give --task"),
     ("--task sums --data data", "--data has no use"), ("--rehearsal", "--rehearsal"),
@@ -947,9 +947,10 @@ def test_a_run_goes_on_with_more_steps(nine, data, rehearsal, monkeypatch):
     assert "rises again" in call_demo("--resume --output run --steps 10", rehearsal)
     results = read("run/results.json").items()
     assert [(when, x["step"], x["questions"]) for when, x in results] == [
-        ("before", 0, 64), ("after", 10, 64)]
+        ("before", 0, 80), ("after", 10, 80)]
     assert seen == ["before"] and not Path("run/before.jsonl").exists()
     assert read("run/settings.json") == settings
+    assert "rises again" not in call_demo("--resume --output run --steps 9", rehearsal)
 def test_other_settings_are_refused_all_at_once(nine, capsys):
     with raises(SystemExit):
         call_demo("--seed 1 --beta 0.5 --eval_questions 9 --task sums --save_steps 7 --resume "
@@ -972,10 +973,9 @@ def test_help_explains_every_setting(monkeypatch):
 README = Path(grpo.__file__).with_name("README.md").read_text(encoding="utf-8")
 gallery = runpy.run_path(Path(grpo.__file__).with_name(".ci") / "gallery.py")
 
-@parametrize("begins", ["from transformers"])
-def test_the_scripts_of_the_readme_run(begins, data):
+def test_the_script_of_the_readme_runs(data):
     """On a tiny model, and with smaller numbers, so that it is quick."""
-    [script] = re.findall(rf"```python\n({begins}.*?)```", README, re.S)
+    [script] = re.findall("```python\n(.*?)```", README, re.S)
     for old, new in {'"Qwen/[^"]+"': '"tiny"', r'\.to\("cuda"\)': "", r"GRPOConfig\(.*?\)":
                      "GRPOConfig(steps=2, prompts_per_step=2, max_completion_length=8)"}.items():
         script = re.sub(old, new, script)
