@@ -429,7 +429,7 @@ def two_completions():  # of a string and of a chat. The data has a column "numb
     return [Completion({"prompt": "a", "numbers": [1]}, prompt_ids=[0], ids=[7], text="x"),
             Completion({"prompt": [dict(*CHAT)], "numbers": [2]}, [0], ids=[8], text="y")]
 
-@parametrize("returned", [[0.1, 0], tensor([1.0, 0.0]), np.ones(2), (True, False)], ids=str)
+@parametrize("returned", [[0.1, 0], tensor([1.0, 0.0]), np.ones(2), (True, False)])
 def test_a_reward_function_is_called_as_trl_calls_one(returned):
     """It may return its numbers in a list, a tensor, an array, or as True and False."""
     reward, completions = Mock(return_value=returned), two_completions()
@@ -467,7 +467,6 @@ def slow_step(model, reference, optimizer, groups, config):  # tokens are drawn 
         completion_length=np.mean([len(c.ids) for c in completions]),
         truncated_fraction=np.mean([c.ids[-1] < 36 for c in completions]),
         sampler_gap=torch.cat(gaps).mean().item())
-
 TWICE = dict(num_iterations=2)
 @parametrize("settings", [
     TWICE, dict(beta=0), TWICE | dict(beta=0, loss_type="dapo"), dict(max_grad_norm=1e9),
@@ -724,8 +723,9 @@ def nine(rehearsal, tmp_path_factory):  # folder and print of nine steps
         f"--steps 9 --eval_questions 80 --eval_steps 3 --output {folder}", rehearsal)
 @pytest.fixture(scope="module")
 def five(rehearsal, tmp_path_factory):  # results of five steps
-    call_demo(f"{SMALL} --eval_steps 1 --output {tmp_path_factory.mktemp('five')}", rehearsal)
-    return read(tmp_path_factory.getbasetemp() / "five0/results.json")
+    folder = tmp_path_factory.mktemp("five")
+    call_demo(f"{SMALL} --eval_steps 1 --output {folder}", rehearsal)
+    return read(folder / "results.json")
 @pytest.fixture
 def data(tmp_path, monkeypatch):  # a new folder, with GSM8K's two files in data/
     monkeypatch.chdir(tmp_path)
