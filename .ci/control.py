@@ -3,8 +3,8 @@
 
     python .ci/control.py [MODEL]
 
-Greedy, in bfloat16, on the task's 100 test problems. With the two prompts that the README names,
-the limit is 32 tokens, as in the task. A completion is right if its last number is.
+Greedy, in bfloat16, on the task's 100 test problems. With the first two prompts, the limit is 32
+tokens, as in the task. A completion is right if its last number is.
 """
 
 import random

@@ -5,6 +5,7 @@
 
     accuracy.svg   right answers to the held-out problems, by step, of .ci/sums-seed-*.jsonl
     group.svg      one group of eight answers, from .ci/group.json
+    pieces.svg     accuracy, KL and clip of seed 0 with and without them, of .ci/pieces-*.jsonl
 """
 
 import json
@@ -30,6 +31,10 @@ def wilson(share, n=100):
     return [(share + z2 / 2 + side) / (1 + z2) for side in (-half, half)]
 
 
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def save(figure, name):
     figure.savefig(HERE / name, transparent=True, bbox_inches="tight", metadata={"Date": None})
 
@@ -40,7 +45,7 @@ def accuracy(untrained=0.07, told=0.76):
         axes.axhline(100 * share, color=GREY, linestyle=":", linewidth=1)
         axes.text(20.3, 100 * share, f"{words}: {share:.0%}", va="center", fontsize=9)
     for path, colour in zip(sorted(HERE.glob("sums-seed-*.jsonl")), COLOURS):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = read(path)
         points = [(0, untrained)] + [(row["step"], row["accuracy"]) for row in rows if "accuracy" in row]
         steps, shares = zip(*points)
         low, high = zip(*(wilson(share) for share in shares))
@@ -71,7 +76,32 @@ def group():
     save(figure, "group.svg")
 
 
+def pieces(untrained=0.07):
+    runs = [(name, words, read(HERE / f"{name}.jsonl")) for name, words in (
+        ("pieces-one-update", "one update, β = 0"), ("pieces-two-updates", "two updates, β = 0"),
+        ("sums-seed-0", "two updates, β = 0.04 (the run above)"))]
+    figure, panels = plt.subplots(1, 3, figsize=(7, 2.4))
+    for (name, words, rows), colour in zip(runs, (COLOURS[2], COLOURS[1], COLOURS[0])):
+        tested = [row for row in rows if "accuracy" in row]
+        lines = [([0] + [row["step"] for row in tested],
+                  [100 * untrained] + [100 * row["accuracy"] for row in tested])]
+        lines += [([row["step"] for row in rows], [row[key] for row in rows])
+                  for key in ("kl", "clip_fraction")]
+        for axes, (steps, values) in zip(panels, lines):
+            if name != "pieces-one-update" or axes is not panels[1]:  # its KL was not measured
+                axes.plot(steps, values, color=colour, linewidth=1.5, label=words)
+    for axes, title in zip(panels, ("right of 100", "kl", "clip_fraction")):
+        axes.set_title(title, fontsize=10, color=GREY)
+        axes.set(xlim=(0, 20), ylim=(0, None), xlabel="step", xticks=range(0, 21, 5))
+        axes.tick_params(labelsize=9)
+    panels[0].set_ylim(0, 100)
+    figure.tight_layout()
+    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, ncol=3, fontsize=9,
+                  loc="upper center", bbox_to_anchor=(0.5, 0.02), columnspacing=1.2, handlelength=1.2)
+    save(figure, "pieces.svg")
+
+
 if __name__ == "__main__":
     accuracy()
-    if (HERE / "group.json").exists():
-        group()
+    group()
+    pieces()
