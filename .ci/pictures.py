@@ -78,8 +78,8 @@ def group():
 
 def pieces(untrained=0.07):
     runs = [(name, words, read(HERE / f"{name}.jsonl")) for name, words in (
-        ("pieces-one-update", "one update, β = 0"), ("pieces-two-updates", "two updates, β = 0"),
-        ("sums-seed-0", "two updates, β = 0.04 (the run above)"))]
+        ("pieces-one-update", "one update, β = 0"), ("pieces-two-updates", "two updates, β = 1e-9"),
+        ("sums-seed-0", "two updates, β = 0.04"))]
     figure, panels = plt.subplots(1, 3, figsize=(7, 2.4))
     for (name, words, rows), colour in zip(runs, (COLOURS[2], COLOURS[1], COLOURS[0])):
         tested = [row for row in rows if "accuracy" in row]
