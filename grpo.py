@@ -11,13 +11,13 @@ it four times: "John has 3 apples and buys 2 more. How many apples does he have?
     completion 3    \boxed{6}            reward 0.5      advantage -1
     completion 4    3-2 = \boxed{1}      reward 0.5      advantage -1
 
-The *advantage* compares a reward with its group. It is (reward - mean) / standard deviation, and
-these two are 1 and 0.5 here. Completions 1 and 2 did better than the mean, so we make their tokens
-more likely. The others did worse, so we make theirs less likely. This is the idea of Group Relative
+The *advantage* compares a reward with its group. It is (reward - mean) / standard deviation. Here
+the mean is 1, and the deviation 0.5. Completions 1 and 2 did better, so we make their tokens more
+likely. The others did worse, so we make theirs less likely. This is the idea of Group Relative
 Policy Optimization, GRPO (arXiv:2402.03300), the method behind DeepSeek-R1 (arXiv:2501.12948).
 
 The loop below is all of it. A step takes B prompts and samples G completions of each, N = B * G in
-all. Set B, G and steps, and bring a model, its tokenizer, a reward function and examples, which are
+all. Set B, G and steps, and bring a model, its tokenizer, a reward function and examples, a list of
 dicts with a "prompt". After `from grpo import *` it runs as it stands, if all N fit in memory:
 
     model.float()                                                      # section 7 says why
@@ -103,7 +103,7 @@ def rule_reward(completion, answer):
     if not boxed:
         return 0.0
     found, wanted = read_number(boxed), read_number(answer)
-    # Rounded, since 5.01 - 5 is 0.00999... as a float. From 2**53 on, floats skip whole numbers.
+    # 5.01 - 5 is 0.00999..., so round. From 2**53 on, floats skip numbers: only equal text counts.
     near = found is not None and wanted is not None and round(abs(found - wanted), 9) < 0.01
     return 1.5 if boxed == answer or near and abs(wanted) < 2**53 else 0.5
 
@@ -132,7 +132,7 @@ def read_number(text):
     [None, None, None, None, None]
     """
     text = re.sub(r"\\?[$%]", " ", text.replace("{,}", ",")).strip()
-    # A sign; 1,234,567 or digits; .digits; a full stop. float() alone would also accept "nan".
+    # [sign] 1,234,567 or digits [.digits] [full stop], so not .5. float() would accept "nan", too.
     pattern = r"[+-]?\s*([0-9]{1,3}(,[0-9]{3})+|[0-9]+)(\.[0-9]+)?\s*\.?"
     if re.fullmatch(pattern, text):
         return float(re.sub(r"[,\s]", "", text).rstrip("."))
@@ -200,7 +200,7 @@ def group_advantages(rewards, scale_rewards="group"):
 # It does not change at all, as long as b does not depend on the completion. But if b is near the
 # expected reward, the factors R - b are small, and the average over samples is less noisy. The mean
 # of the *other* rewards of the group is such a b. GRPO's mean also contains the completion's own
-# reward, which only multiplies R - b by (G - 1)/G. Dividing by the std is less harmless: very easy
+# reward: R - mean is (G - 1)/G times this R - b. Dividing by the std is less harmless: very easy
 # and very hard prompts have a small std, so they count more.
 #
 # So each drawn token adds A * grad log pi to the gradient of the first update. (Section 6 says how
@@ -296,7 +296,7 @@ def k3_kl(logprobs, ref_logprobs):
 
 # Why not use -log(pi_ref/pi_theta) alone? Because it is noisier. Say that log(pi_ref/pi_theta) is
 # +0.1 for 47.5 % of the tokens and -0.1 for the others (so that pi_ref/pi_theta is 1 on average).
-# The KL is 0.525 * 0.1 - 0.475 * 0.1 = 0.005. The log alone says -0.1 or +0.1, but k3 says about
+# The KL is 0.475 * -0.1 + 0.525 * 0.1 = 0.005. -log alone says -0.1 or +0.1, but k3 says about
 # 0.005 each time. (Do not turn the ratio upside down: the average of pi_theta/pi_ref is not 1.)
 #
 # The gradient of k3 with respect to log pi_theta is 1 - e^x = 1 - pi_ref/pi_theta. For the apples,
@@ -336,7 +336,7 @@ def average(per_token, mask, loss_type="grpo", max_completion_length=None):
         "grpo"     the mean over completions of the mean over their tokens: equation J. Section 3
                    leads to a plain sum, so the division by |o_i| is GRPO's own. With it, a long
                    wrong answer costs less per token than a short one, so wrong answers may grow
-        "dapo"     the mean over all tokens: each counts the same (arXiv:2503.14476: per group)
+        "dapo"     the mean over all tokens: each counts the same (arXiv:2503.14476: in each group)
         "dr_grpo"  the sum over all tokens, divided by n * max_completion_length: a constant that
                    does not depend on the lengths (arXiv:2503.20783)"""
     if loss_type == "grpo":
@@ -466,23 +466,23 @@ def token_logprobs(model, ids, mask, T, temperature=1.0):
 
 
 def forward(model, ids, mask, **more):
-    """Run the model on `ids`: all columns of `mask`, or only its last ones (section 8)."""
+    """Run the model. `ids` has all columns of `mask`, or only the last ones (section 8)."""
     # The positions 0, 1, 2 and so on skip the padding.
     mask = mask.long()
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     return model(input_ids=ids, attention_mask=mask, position_ids=positions, **more)
 
-# Copy this, too: with masks, cuDNN's attention has given NaN gradients (pytorch#196678).
+# Copy this with `forward`: with masks, cuDNN's attention has given NaN gradients (pytorch#196678).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def autocast(model):
     """In `with autocast(model):`, the model multiplies matrices in bfloat16, if CUDA can."""
     # GPUs multiply bfloat16, a number format of 16 bits, several times as fast as float32. But the
-    # weights must stay in float32: an optimizer step moves a weight by about 0.000001, and near
-    # 0.02, where bfloat16 numbers are 0.00012 apart, it would be rounded away. So the `with` works
+    # weights must stay in float32: an optimizer step moves a weight by about 0.000001. Near 0.02,
+    # bfloat16 numbers are 0.00012 apart, so the step would be rounded away. The `with` works
     # on bfloat16 copies of the weights. (On a CPU with bfloat16 units, call `train` inside
-    # `with torch.autocast("cpu", torch.bfloat16):`. Its copies get old at an update: drop them.)
+    # `with torch.autocast("cpu", torch.bfloat16):`. The next line drops its outdated copies.)
     torch.clear_autocast_cache()
     gpu = model.device.type == "cuda"
     return torch.autocast("cuda", torch.bfloat16,
@@ -500,7 +500,7 @@ def autocast(model):
 # prompt is read once, and its row copied G times. And it can drop rows: a completion that has ended
 # leaves the batch. For one prompt, and G = 3 completions a, b and c of up to three tokens:
 #
-#     the model reads    keep rows    live       drawn tokens
+#     the model reads    then keeps   live       drawn tokens
 #     the prompt         0, 0, 0      a, b, c    "3",   "5",  "3"
 #     3 tokens           all          a, b, c    "+2",  END,  "-2"
 #     3 tokens           0, 2         a, c       END,         END     (reads b's END, then drops b)
@@ -530,11 +530,11 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
     with torch.no_grad(), autocast(model):
         for _ in range(max_completion_length):
             out = forward(model, ids, mask, use_cache=True, logits_to_keep=1, **cache)
-            name = "cache" if "cache" in out else "past_key_values"  # before version 5.24
+            name = "cache" if "cache" in out else "past_key_values"  # before transformers 5.24
             if out.get(name) is None:
                 raise ValueError(f"{type(model).__name__} has no cache, which sampling needs")
             cache = {name: out[name]}
-            cache[name].get_seq_length()  # raises for Mamba, whose state would take in padding
+            cache[name].get_seq_length()  # raises for Mamba: its state would take in padding
             logits = out.logits[:, -1]  # (n, V)
             if len(keep) != len(logits):  # after the prompts, and when completions have ended
                 index = torch.tensor(keep, device=model.device)
@@ -650,7 +650,7 @@ class GRPOConfig:
             if name in choices:
                 if value not in choices[name]:
                     raise ValueError(f"{name} is {value!r}, not one of {choices[name]}")
-            elif value is not None or default is not None:
+            elif value is not None or default is not None:  # None only where it is the default
                 kind = int if isinstance(default, int) else float
                 real = isinstance(value, Real) and low <= value < math.inf
                 if not real or kind(value) != value:
@@ -861,7 +861,7 @@ def open_run(folder, resume, config, state):
 # draws new prompts in place of groups of equal rewards, which is left out here, and pays up to
 # 1 less for completions that end near the limit, say within 64 tokens of it. Add to the reward
 #
-#     def overlong_penalty(ids, limit):
+#     def overlong_penalty(ids, limit):  # one of completion_ids; max_completion_length
 #         return max(-1.0, min(0.0, (limit - 64 - len(ids)) / 64))
 #
 # GSPO has one ratio per completion, the geometric mean of its tokens' ratios (arXiv:2507.18071). In
@@ -877,11 +877,11 @@ def open_run(folder, resume, config, state):
 #     loss = -average(surrogate - beta * ratio * kl, mask, loss_type, max_completion_length)
 #
 # Why is this right? With d = log(pi_theta/pi_ref), the KL is sum(pi * d). Its gradient is
-# sum(pi * d * grad log pi), since the other half of the product rule, sum(pi * grad log pi), is 0
-# (section 3). So the right factor of grad log pi is d:
+# sum(pi * d * grad log pi), since the other half of the product rule, sum(pi * grad d) =
+# sum(pi * grad log pi), is 0 (section 3). So the right factor of grad log pi is d:
 #
-#     penalty             factor       is its average that of the token's KL?
-#     k1 = d              1            no: it is 0 on average, and penalises nothing
+#     penalty             factor       is factor * grad log pi the KL's gradient, on average?
+#     k1 = d              1            no: this is 0 on average, and penalises nothing
 #     |d|                 1 or -1      no: the same pull near and far
 #     k2 = d^2 / 2        d            yes, though k2 is not the KL
 #     k3 = e^-d - 1 + d   1 - e^-d     nearly, if d is small
