@@ -534,7 +534,7 @@ def sample_groups(model, tokenizer, examples, num_generations, max_completion_le
             if out.get(name) is None:
                 raise ValueError(f"{type(model).__name__} has no cache, which sampling needs")
             cache = {name: out[name]}
-            cache[name].get_seq_length()  # raises for Mamba: its state would take in padding
+            cache[name].get_seq_length()  # raises for pure Mamba, whose state takes in padding
             logits = out.logits[:, -1]  # (n, V)
             if len(keep) != len(logits):  # after the prompts, and when completions have ended
                 index = torch.tensor(keep, device=model.device)

@@ -124,8 +124,9 @@ def main():
     for seed in options.seeds:
         base, tokenizer, train_data, test_data = rehearsal(seed)
         test_data = test_data[:256]
-        before = [evaluate(base, tokenizer, test_data, CAP, temperature=t)["accuracy"] for t in (1, 0)]
-        print("\nuntrained, seed {}: {:.1%} right when sampled, {:.1%} greedily".format(seed, *before))
+        sampled, greedy = [evaluate(base, tokenizer, test_data, CAP, temperature)["accuracy"]
+                           for temperature in (1, 0)]
+        print(f"\nuntrained, seed {seed}: {sampled:.1%} right when sampled, {greedy:.1%} greedily")
         for name in options.names:
             model = copy.deepcopy(base)
             history = train(name, model, tokenizer, train_data, seed=seed)

@@ -20,7 +20,8 @@ def rows(name):
 
 for when, result in json.loads((run / "results.json").read_text()).items():
     low, high = result["interval"]
-    alone = [row["right"] for row in rows(f"{when}.jsonl") if len(re.findall(r"\d[\d.]*", row["text"])) == 1]
+    alone = [row["right"] for row in rows(f"{when}.jsonl")
+             if len(re.findall(r"\d[\d.]*", row["text"])) == 1]
     print(f"{when}: {result['accuracy']:.0%} of {result['questions']} right (95 % interval {low:.1%} to "
           f"{high:.1%}); {len(alone)} answers have one number only, and {sum(alone)} of these are right")
 
