@@ -24,7 +24,8 @@ PROMPTS = {  # the words -> the largest number of tokens
     "Answer in one short line, with the product first, like 60 + 5 = 65: "
     "what is {} times {} plus {}?": 64,
     "What is {} times {} plus {}?": 256,
-    "What is {} times {} plus {}? Think step by step, without code, and end with the result.": 256}
+    "What is {} times {} plus {}? Think step by step, without code, and end with the result.": 256,
+}
 
 name = sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 tokenizer = AutoTokenizer.from_pretrained(name)

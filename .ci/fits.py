@@ -21,14 +21,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from grpo import token_logprobs  # noqa: E402
 
 PROMPT, COMPLETION, VOCABULARY = 150, 512, 151_936
-SIZES = {"0.5B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
-                      num_attention_heads=14),
-         "1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
-                      num_attention_heads=12)}
+SIZES = {
+    "0.5B": dict(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14
+    ),
+    "1.5B": dict(
+        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12
+    ),
+}
 
 
 class Bytes(TorchDispatchMode):
     """Counts the bytes of all storages that are alive, and their peak."""
+
     def __init__(self):
         super().__init__()
         self.alive, self.now, self.peak = set(), 0, 0
@@ -53,6 +58,7 @@ class Bytes(TorchDispatchMode):
 
 class Lora(torch.nn.Module):
     """A frozen linear layer, and a trained one of rank 16 beside it."""
+
     def __init__(self, base, rank=16):
         super().__init__()
         self.base = base
@@ -75,8 +81,14 @@ def with_lora(model):
 def fits(size, beta, micro_batch_size, sampling_batch_size=256, lora=False):
     """Gigabytes at the peak of an update, and of sampling."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = Qwen2ForCausalLM(Qwen2Config(
-            vocab_size=VOCABULARY, num_key_value_heads=2, tie_word_embeddings=True, **SIZES[size]))
+        model = Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=VOCABULARY,
+                num_key_value_heads=2,
+                tie_word_embeddings=True,
+                **SIZES[size],
+            )
+        )
         model = with_lora(model) if lora else model
         weights = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -89,17 +101,24 @@ def fits(size, beta, micro_batch_size, sampling_batch_size=256, lora=False):
             (-(ratio.exp() - beta * ratio.expm1()).masked_fill(~mask, 0).mean()).backward()
     kept = 4 * weights + 8 * trained + (4 * weights if beta > 0 else 0)
     layers, heads = SIZES[size]["num_hidden_layers"], SIZES[size]["num_attention_heads"]
-    token = layers * 2 * SIZES[size]["hidden_size"] // heads * (4 + 2)  # keys float32, values bfloat16
-    sampling = (sampling_batch_size * ((PROMPT + COMPLETION) * token + 4 * 4 * VOCABULARY)
-                + 2 * (trained if not lora else weights // 10))  # bfloat16 copies
+    token = (
+        layers * 2 * SIZES[size]["hidden_size"] // heads * (4 + 2)
+    )  # keys float32, values bfloat16
+    sampling = sampling_batch_size * ((PROMPT + COMPLETION) * token + 4 * 4 * VOCABULARY) + 2 * (
+        trained if not lora else weights // 10
+    )  # bfloat16 copies
     return [(kept + x) / 1e9 for x in (count.peak, sampling)]
 
 
 if __name__ == "__main__":
-    for row in (dict(size="0.5B", beta=0.04, micro_batch_size=4),
-                dict(size="0.5B", beta=0, micro_batch_size=1),
-                dict(size="1.5B", beta=0, micro_batch_size=1),
-                dict(size="1.5B", beta=0, micro_batch_size=1, lora=True),
-                dict(size="1.5B", beta=0, micro_batch_size=1, lora=True, sampling_batch_size=64)):
+    for row in (
+        dict(size="0.5B", beta=0.04, micro_batch_size=4),
+        dict(size="0.5B", beta=0, micro_batch_size=1),
+        dict(size="1.5B", beta=0, micro_batch_size=1),
+        dict(size="1.5B", beta=0, micro_batch_size=1, lora=True),
+        dict(size="1.5B", beta=0, micro_batch_size=1, lora=True, sampling_batch_size=64),
+    ):
         update, sampling = fits(**row)
-        print(f"{max(update, sampling):5.1f} GB (update {update:.1f}, sampling {sampling:.1f})", row)
+        print(
+            f"{max(update, sampling):5.1f} GB (update {update:.1f}, sampling {sampling:.1f})", row
+        )

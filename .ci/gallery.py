@@ -22,11 +22,27 @@ import grpo  # noqa: E402
 from gsm8k_demo import boxed_reward, evaluate, rehearsal  # noqa: E402
 
 CAP = 28
-SETTINGS = {"steps": 40, "prompts_per_step": 16, "max_completion_length": CAP, "beta": 0.02,
-            "learning_rate": 5e-4, "warmup_steps": 5, "micro_batch_size": 64}
+SETTINGS = {
+    "steps": 40,
+    "prompts_per_step": 16,
+    "max_completion_length": CAP,
+    "beta": 0.02,
+    "learning_rate": 5e-4,
+    "warmup_steps": 5,
+    "micro_batch_size": 64,
+}
 FOUR_PASSES = {"steps": 20, "num_iterations": 4, "learning_rate": 1e-3}
-FIGURES = ("reward_mean", "completion_length", "truncated_fraction", "kl", "entropy", "sampler_gap",
-           "clip_fraction", "grad_norm", "zero_variance_fraction")
+FIGURES = (
+    "reward_mean",
+    "completion_length",
+    "truncated_fraction",
+    "kl",
+    "entropy",
+    "sampler_gap",
+    "clip_fraction",
+    "grad_norm",
+    "zero_variance_fraction",
+)
 
 TOP_K_LEFT_ON = """\
 from transformers import TopKLogitsWarper, TopPLogitsWarper
@@ -51,14 +67,19 @@ GALLERY = {
     "healthy, four passes": FOUR_PASSES,
     "healthy, rate / 10": {"learning_rate": 5e-5},
     # The completions
-    "sampled at 0.6": {"code": ("max_completion_length, config.temperature)",
-                                "max_completion_length, 0.6)")},
-    "top_k left on": {"code": ("logprobs = (logits.float() / (temperature or 1.0))",
-                               TOP_K_LEFT_ON)},
+    "sampled at 0.6": {
+        "code": ("max_completion_length, config.temperature)", "max_completion_length, 0.6)")
+    },
+    "top_k left on": {
+        "code": ("logprobs = (logits.float() / (temperature or 1.0))", TOP_K_LEFT_ON)
+    },
     "one end token known": {"code": ("return found", "return {min(found)}")},
     "no end in the mask": {
-        "code": ("for c in batch]), mask,",
-                 "for c in batch]), torch.nn.functional.pad(mask[:, 1:], (0, 1)),")},
+        "code": (
+            "for c in batch]), mask,",
+            "for c in batch]), torch.nn.functional.pad(mask[:, 1:], (0, 1)),",
+        )
+    },
     "padded right": {"code": ("pad_rows(prompts, 'left'", "pad_rows(prompts, 'right'")},
     "no positions": {"code": ("mask.cumsum(dim=1)", "torch.ones_like(mask).cumsum(dim=1)")},
     "targets not shifted": {"code": ("out.logits[:, -T - 1:-1]", "out.logits[:, -T:]")},
@@ -74,10 +95,11 @@ GALLERY = {
     "max for min": {"code": ("torch.min(ratio", "torch.max(ratio"), **FOUR_PASSES},
     "pi_old renewed": {"code": ("if update == 0:", "if True:"), **FOUR_PASSES},
     # The update
-    "micro-batches alike": {"code": ("(loss * share).backward()", "loss.backward()"),
-                            "micro_batch_size": 16},
-    "weights in bfloat16": {"code": ("optimizer.step()", ROUND_THE_WEIGHTS),
-                            "learning_rate": 5e-5},
+    "micro-batches alike": {
+        "code": ("(loss * share).backward()", "loss.backward()"),
+        "micro_batch_size": 16,
+    },
+    "weights in bfloat16": {"code": ("optimizer.step()", ROUND_THE_WEIGHTS), "learning_rate": 5e-5},
     "rate x 10": {"learning_rate": 5e-3},
 }
 
@@ -105,8 +127,10 @@ def train(name, model, tokenizer, train_data, **settings):
 
 def read_flags():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="the names: " + "; ".join(GALLERY))
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="the names: " + "; ".join(GALLERY),
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="all of them if none is given")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--out", default="gallery.jsonl")
@@ -124,8 +148,10 @@ def main():
     for seed in options.seeds:
         base, tokenizer, train_data, test_data = rehearsal(seed)
         test_data = test_data[:256]
-        sampled, greedy = [evaluate(base, tokenizer, test_data, CAP, temperature)["accuracy"]
-                           for temperature in (1, 0)]
+        sampled, greedy = [
+            evaluate(base, tokenizer, test_data, CAP, temperature)["accuracy"]
+            for temperature in (1, 0)
+        ]
         print(f"\nuntrained, seed {seed}: {sampled:.1%} right when sampled, {greedy:.1%} greedily")
         for name in options.names:
             model = copy.deepcopy(base)
@@ -133,13 +159,20 @@ def main():
             end = evaluate(model, tokenizer, test_data, CAP)
             del end["texts"]
             sampled = evaluate(model, tokenizer, test_data, CAP, temperature=1)["accuracy"]
-            print(f"\n{name}, seed {seed}: {sampled:.1%} right when sampled, "
-                  f"{end['accuracy']:.1%} greedily")
+            print(
+                f"\n{name}, seed {seed}: {sampled:.1%} right when sampled, "
+                f"{end['accuracy']:.1%} greedily"
+            )
             print("  step" + "".join(f"{figure:>10.9}" for figure in FIGURES))
             for row in history[:5] + history[9::10]:
                 print(f"{row['step']:6}" + "".join(f"{row[figure]:10.3g}" for figure in FIGURES))
-            run = {"name": name, "seed": seed, "sampled_accuracy": sampled, **end,
-                   "history": history}
+            run = {
+                "name": name,
+                "seed": seed,
+                "sampled_accuracy": sampled,
+                **end,
+                "history": history,
+            }
             with open(options.out, "a", encoding="utf-8") as file:
                 file.write(json.dumps(run) + "\n")
 

@@ -1,27 +1,39 @@
 # SPDX-License-Identifier: MIT-0
 """Draw the README's pictures from the logs of runs of `gsm8k_demo.py --task sums`:
 
-    python .ci/pictures.py        with matplotlib installed
+python .ci/pictures.py        with matplotlib installed
 
-    accuracy.svg   right answers to the held-out problems, by step, of .ci/sums-seed-*.jsonl
-    group.svg      one group of eight answers, from .ci/group.json
-    pieces.svg     accuracy, KL and clip of seed 0 with and without them, of .ci/pieces-*.jsonl
+accuracy.svg   right answers to the held-out problems, by step, of .ci/sums-seed-*.jsonl
+group.svg      one group of eight answers, from .ci/group.json
+pieces.svg     accuracy, KL and clip of seed 0 with and without them, of .ci/pieces-*.jsonl
 """
 
 import json
 from pathlib import Path
 
 import matplotlib
+
 matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 GREY, GREEN, RED = "#848d97", "#2ea36a", "#e0533d"  # readable on a light and on a dark background
 COLOURS = ("#3b82f6", "#e07b39", "#b36ae2")
-plt.rcParams.update({
-    "svg.fonttype": "none", "svg.hashsalt": "grpo", "font.family": "sans-serif", "font.size": 11,
-    "text.color": GREY, "axes.labelcolor": GREY, "axes.edgecolor": GREY, "xtick.color": GREY,
-    "ytick.color": GREY, "axes.spines.top": False, "axes.spines.right": False})
+plt.rcParams.update(
+    {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "grpo",
+        "font.family": "sans-serif",
+        "font.size": 11,
+        "text.color": GREY,
+        "axes.labelcolor": GREY,
+        "axes.edgecolor": GREY,
+        "xtick.color": GREY,
+        "ytick.color": GREY,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+)
 
 
 def wilson(share, n=100):
@@ -46,15 +58,34 @@ def accuracy(untrained=0.07, told=0.76):
         axes.text(20.3, 100 * share, f"{words}: {share:.0%}", va="center", fontsize=9)
     for path, colour in zip(sorted(HERE.glob("sums-seed-*.jsonl")), COLOURS):
         rows = read(path)
-        points = [(0, untrained)] + [(row["step"], row["accuracy"]) for row in rows if "accuracy" in row]
+        points = [(0, untrained)] + [
+            (row["step"], row["accuracy"]) for row in rows if "accuracy" in row
+        ]
         steps, shares = zip(*points)
         low, high = zip(*(wilson(share) for share in shares))
-        axes.fill_between(steps, [100 * x for x in low], [100 * x for x in high], color=colour,
-                          alpha=0.15, linewidth=0)
-        axes.plot(steps, [100 * x for x in shares], color=colour, marker="o", markersize=4,
-                  label=path.stem.removeprefix("sums-").replace("-", " "))
-    axes.set(xlim=(0, 20), ylim=(0, 100), xlabel="step", xticks=range(0, 21, 4),
-             ylabel="right, of 100 held-out problems")
+        axes.fill_between(
+            steps,
+            [100 * x for x in low],
+            [100 * x for x in high],
+            color=colour,
+            alpha=0.15,
+            linewidth=0,
+        )
+        axes.plot(
+            steps,
+            [100 * x for x in shares],
+            color=colour,
+            marker="o",
+            markersize=4,
+            label=path.stem.removeprefix("sums-").replace("-", " "),
+        )
+    axes.set(
+        xlim=(0, 20),
+        ylim=(0, 100),
+        xlabel="step",
+        xticks=range(0, 21, 4),
+        ylabel="right, of 100 held-out problems",
+    )
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.12))
     save(figure, "accuracy.svg")
 
@@ -77,16 +108,27 @@ def group():
 
 
 def pieces(untrained=0.07):
-    runs = [(name, words, read(HERE / f"{name}.jsonl")) for name, words in (
-        ("pieces-one-update", "one update, β = 0"), ("pieces-two-updates", "two updates, β = 1e-9"),
-        ("sums-seed-0", "two updates, β = 0.04"))]
+    runs = [
+        (name, words, read(HERE / f"{name}.jsonl"))
+        for name, words in (
+            ("pieces-one-update", "one update, β = 0"),
+            ("pieces-two-updates", "two updates, β = 1e-9"),
+            ("sums-seed-0", "two updates, β = 0.04"),
+        )
+    ]
     figure, panels = plt.subplots(1, 3, figsize=(7, 2.4))
     for (name, words, rows), colour in zip(runs, (COLOURS[2], COLOURS[1], COLOURS[0])):
         tested = [row for row in rows if "accuracy" in row]
-        lines = [([0] + [row["step"] for row in tested],
-                  [100 * untrained] + [100 * row["accuracy"] for row in tested])]
-        lines += [([row["step"] for row in rows], [row[key] for row in rows])
-                  for key in ("kl", "clip_fraction")]
+        lines = [
+            (
+                [0] + [row["step"] for row in tested],
+                [100 * untrained] + [100 * row["accuracy"] for row in tested],
+            )
+        ]
+        lines += [
+            ([row["step"] for row in rows], [row[key] for row in rows])
+            for key in ("kl", "clip_fraction")
+        ]
         for axes, (steps, values) in zip(panels, lines):
             if name != "pieces-one-update" or axes is not panels[1]:  # its KL was not measured
                 axes.plot(steps, values, color=colour, linewidth=1.5, label=words)
@@ -96,8 +138,16 @@ def pieces(untrained=0.07):
         axes.tick_params(labelsize=9)
     panels[0].set_ylim(0, 100)
     figure.tight_layout()
-    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, ncol=3, fontsize=9,
-                  loc="upper center", bbox_to_anchor=(0.5, 0.02), columnspacing=1.2, handlelength=1.2)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        frameon=False,
+        ncol=3,
+        fontsize=9,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0.02),
+        columnspacing=1.2,
+        handlelength=1.2,
+    )
     save(figure, "pieces.svg")
 
 

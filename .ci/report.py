@@ -20,18 +20,27 @@ def rows(name):
 
 for when, result in json.loads((run / "results.json").read_text()).items():
     low, high = result["interval"]
-    alone = [row["right"] for row in rows(f"{when}.jsonl")
-             if len(re.findall(r"\d[\d.]*", row["text"])) == 1]
-    print(f"{when}: {result['accuracy']:.0%} of {result['questions']} right (95 % interval {low:.1%} to "
-          f"{high:.1%}); {len(alone)} answers have one number only, and {sum(alone)} of these are right")
+    alone = [
+        row["right"]
+        for row in rows(f"{when}.jsonl")
+        if len(re.findall(r"\d[\d.]*", row["text"])) == 1
+    ]
+    print(
+        f"{when}: {result['accuracy']:.0%} of {result['questions']} right (95 % interval {low:.1%} to "
+        f"{high:.1%}); {len(alone)} answers have one number only, and {sum(alone)} of these are right"
+    )
 
-print("\nstep  reward  right in the test  kl      clip_fraction  sampler_gap  grad_norm  entropy  "
-      "equal groups  seconds")
+print(
+    "\nstep  reward  right in the test  kl      clip_fraction  sampler_gap  grad_norm  entropy  "
+    "equal groups  seconds"
+)
 for row in rows("metrics.jsonl"):
-    print(f"{row['step']:4}  {row['reward_mean']:6.2f}  {row.get('accuracy', ''):>17}  {row['kl']:.4f}  "
-          f"{row['clip_fraction']:13.4f}  {row['sampler_gap']:11.1e}  {row['grad_norm']:9.2f}  "
-          f"{row['entropy']:7.2f}  {row['zero_variance_fraction']:12.2f}  "
-          f"{row['sample_seconds'] + row['update_seconds']:7.0f}")
+    print(
+        f"{row['step']:4}  {row['reward_mean']:6.2f}  {row.get('accuracy', ''):>17}  {row['kl']:.4f}  "
+        f"{row['clip_fraction']:13.4f}  {row['sampler_gap']:11.1e}  {row['grad_norm']:9.2f}  "
+        f"{row['entropy']:7.2f}  {row['zero_variance_fraction']:12.2f}  "
+        f"{row['sample_seconds'] + row['update_seconds']:7.0f}"
+    )
 
 print("\none group of " + re.search(r"step 4: .*\n(?:  reward .*\n)+", screen)[0])
 print("the held-out problems, greedy: before -> after")
