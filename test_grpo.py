@@ -287,7 +287,7 @@ def test_the_gradient_of_a_huge_ratio_is_finite():
 
 MAX_LENGTH = 7  # for dr_grpo
 def loss_inputs():
-    """Six completions of up to five tokens, one of them empty, for .ci/trl_figures.py, too."""
+    """Six completions of up to five tokens, one of them empty, for .experiments/scripts/trl_figures.py, too."""
     noise = (torch.arange(120.0, dtype=torch.float64) ** 2).sin().view(4, 6, 5)
     mask = torch.arange(5) < tensor([[5], [1], [0], [3], [4], [2]])
     return dict(logprobs=0.4 * noise[0] - 2, old_logprobs=0.4 * noise[1] - 2,
@@ -663,7 +663,7 @@ def with_printed_change(relative, line, new="{}"):  # {old}: that line; {}: the 
     exec(source, module)
     return module
 
-PARITY = {  # TRL's settings in .ci/trl_figures.py; its loss, and sum and norm of its gradient
+PARITY = {  # TRL's settings in .experiments/scripts/trl_figures.py; its loss, and sum and norm of its gradient
     "grpo, beta 0.04": (dict(), (0.2256250593892, 0.115624951016, 0.1918599797598)),
     "corrected KL": (dict(beta=0.3, use_bias_correction_kl=True, loss_type="dapo"),
                      (0.3110928775499, 0.1974924852299, 0.2083251191769)),
@@ -975,7 +975,7 @@ def test_help_explains_every_setting(stdout, monkeypatch):
 
 # ==== The README, and the gallery of mistakes =====================================================
 README = Path(grpo.__file__).with_name("README.md").read_text(encoding="utf-8")
-gallery = runpy.run_path(Path(grpo.__file__).with_name(".ci") / "gallery.py")
+gallery = runpy.run_path(Path(grpo.__file__).with_name(".experiments") / "scripts" / "gallery.py")
 @parametrize("text, end", [(README, "```"), (grpo.__doc__, "A lang")], ids=["README", "grpo.py"])
 def test_the_scripts_of_readme_and_docstring_run(text, end, data):
     """On a tiny model, and with smaller numbers, so that it is quick."""

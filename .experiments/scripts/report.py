@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT-0
-"""What the logs .ci/sums-*.txt and .ci/pieces-*.txt say of a run of `gsm8k_demo.py --task sums`:
+"""What the logs .experiments/scripts/sums-*.txt and .experiments/scripts/pieces-*.txt say of a run of `gsm8k_demo.py --task sums`:
 
-    python .ci/report.py RUN SCREEN
+    python .experiments/scripts/report.py RUN SCREEN
 
 RUN is the run's folder, SCREEN a file with what it printed. The command, the machine, the time and
 the memory are not in the folder: they were written above by hand, from `/usr/bin/time -v`."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT-0
 """What the untrained model of the demo's --task sums scores if it is prompted in other words.
 
-    python .ci/control.py [MODEL]
+    python .experiments/scripts/control.py [MODEL]
 
 Greedy, in bfloat16, on the task's 100 test problems. With the first two prompts, the limit is 32
 tokens, as in the task. A completion is right if its last number is.
@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from grpo import chunks, sample_groups  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from grpo import chunks, sample_groups
 
 PROMPTS = {  # the words -> the largest number of tokens
     "Answer in one short line: what is {} times {} plus {}?": 32,

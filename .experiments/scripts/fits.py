@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT-0
 """What fits on a card? The README's table, calculated and not measured:
 
-    python .ci/fits.py        a minute or two, on any computer
+    python .experiments/scripts/fits.py        a minute or two, on any computer
 
 The update of one micro-batch runs on fake tensors, which have shapes but no contents, and all bytes
 that live at the same time are counted. The rest is arithmetic: AdamW's two averages, pi_ref, and
@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from grpo import token_logprobs  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from grpo import token_logprobs
 
 PROMPT, COMPLETION, VOCABULARY = 150, 512, 151_936
 SIZES = {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT-0
 """The loss and its gradient by TRL's own code: the figures of PARITY in test_grpo.py.
 
-    python .ci/trl_figures.py        with TRL 1.16 installed
+    python .experiments/scripts/trl_figures.py        with TRL 1.16 installed
 
 It calls GRPOTrainer._compute_loss on the inputs of test_grpo.loss_inputs. The trainer is an object
 with only the fields that this method reads.
@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from test_grpo import loss_inputs, MAX_LENGTH, PARITY  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from test_grpo import loss_inputs, MAX_LENGTH, PARITY
 
 
 def trl_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, **settings):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT-0
 """What GRPO looks like when it is wrong: the rehearsal, trained with one mistake at a time.
 
-    python .ci/gallery.py                        all of them on three seeds, half an hour
-    python .ci/gallery.py healthy "box alone" --seeds 0 1
+    python .experiments/scripts/gallery.py                        all of them on three seeds, half an hour
+    python .experiments/scripts/gallery.py healthy "box alone" --seeds 0 1
 
 Prints the accuracy on 256 held-out problems and some steps' figures; --out FILE keeps them all.
 """
@@ -17,9 +17,9 @@ from types import ModuleType
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import grpo  # noqa: E402
-from gsm8k_demo import boxed_reward, evaluate, rehearsal  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import grpo
+from gsm8k_demo import boxed_reward, evaluate, rehearsal
 
 CAP = 28
 SETTINGS = {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT-0
 """What the README says of the short sums, beside the runs of `gsm8k_demo.py --task sums`:
 
-    python .ci/measure.py MODEL           of the 100 held-out problems, how many does it get right?
-    python .ci/measure.py MODEL lora 0    the same before and after training with LoRA, on seed 0
+    python .experiments/scripts/measure.py MODEL           of the 100 held-out problems, how many does it get right?
+    python .experiments/scripts/measure.py MODEL lora 0    the same before and after training with LoRA, on seed 0
 
 MODEL is a name on the hub, or a folder. Add bf16 at the end to compute in bfloat16 on a CPU that
 has units for it. LoRA needs the package peft."""
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from grpo import GRPOConfig, chunks, grade, sample_groups, train  # noqa: E402
-from gsm8k_demo import evaluate, load_model, load_sums, sum_reward  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from grpo import GRPOConfig, chunks, grade, sample_groups, train
+from gsm8k_demo import evaluate, load_model, load_sums, sum_reward
 
 
 def show(when, model, tokenizer, problems):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT-0
 """Draw the README's pictures from the logs of runs of `gsm8k_demo.py --task sums`:
 
-python .ci/pictures.py        with matplotlib installed
+python .experiments/scripts/pictures.py        with matplotlib installed
 
-accuracy.svg   right answers to the held-out problems, by step, of .ci/sums-seed-*.jsonl
-group.svg      one group of eight answers, from .ci/group.json
-pieces.svg     accuracy, KL and clip of seed 0 with and without them, of .ci/pieces-*.jsonl
+accuracy.svg   right answers to the held-out problems, by step, of .experiments/scripts/sums-seed-*.jsonl
+group.svg      one group of eight answers, from .experiments/scripts/group.json
+pieces.svg     accuracy, KL and clip of seed 0 with and without them, of .experiments/scripts/pieces-*.jsonl
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("svg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 HERE = Path(__file__).resolve().parent
 GREY, GREEN, RED = "#848d97", "#2ea36a", "#e0533d"  # readable on a light and on a dark background
