@@ -1,48 +1,43 @@
 # SPDX-License-Identifier: MIT-0
-"""What the untrained model of the demo's --task sums scores if it is prompted in other words.
+"""What the untrained model of `gsm8k_demo.py --task sums` scores if it is asked in other words.
 
     python .experiments/scripts/control.py [MODEL]
 
-Greedy, in bfloat16, on the task's 100 test problems. With the first two prompts, the limit is 32
-tokens, as in the task. A completion is right if its last number is.
+MODEL is a name on the hub, or a folder. It answers the task's 100 test problems greedily, in
+bfloat16. Where no number stands after the words, the limit is 32 tokens, as in the task.
 """
 
-import random
-import re
 import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from grpo import chunks, sample_groups
+from gsm8k_demo import TASKS, evaluate, load_model, load_sums, sum_reward
 
-PROMPTS = {  # the words -> the largest number of tokens
-    "Answer in one short line: what is {} times {} plus {}?": 32,
-    "What is {} times {} plus {}? Write the product, then the sum, in one short line.": 32,
-    "Answer in one short line, with the product first, like 60 + 5 = 65: "
-    "what is {} times {} plus {}?": 64,
-    "What is {} times {} plus {}?": 256,
-    "What is {} times {} plus {}? Think step by step, without code, and end with the result.": 256,
+ASKED = "Answer in one short line: what is "  # how the task begins its questions
+LIMITS = {  # the words in its place, and after the sum -> the largest number of tokens
+    (ASKED, "?"): 32,
+    ("What is ", "? Write the product, then the sum, in one short line."): 32,
+    (f"{ASKED[:-10]}, with the product first, like 60 + 5 = 65: what is ", "?"): 64,
+    ("What is ", "?"): 256,
+    ("What is ", "? Think step by step, without code, and end with the result."): 256,
 }
 
-name = sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen2.5-Coder-0.5B-Instruct"
-tokenizer = AutoTokenizer.from_pretrained(name)
-model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-model.to("cuda" if torch.cuda.is_available() else "cpu")
-numbers = [(a, b, c) for a in range(11, 40) for b in range(2, 10) for c in range(2, 41)]
-random.Random(0).shuffle(numbers)
-for words, limit in PROMPTS.items():
-    right, tokens, texts = 0, 0, []
-    for part in chunks(numbers[:100], 50):
-        problems = [{"prompt": [{"role": "user", "content": words.format(*n)}]} for n in part]
+
+def main():
+    model, tokenizer = load_model(sys.argv[1] if len(sys.argv) > 1 else TASKS["sums"].model)
+    _, problems = load_sums()
+    for (before, after), limit in LIMITS.items():
+        rows = []
+        for row in problems:
+            question = before + row["question"].removeprefix(ASKED).removesuffix("?") + after
+            rows.append({**row, "prompt": [{"role": "user", "content": question}]})
         with torch.autocast(model.device.type, torch.bfloat16):
-            groups = sample_groups(model, tokenizer, problems, 1, limit, temperature=0)
-        for (a, b, c), [completion] in zip(part, groups):
-            found = re.findall(r"[0-9]+(?:\.[0-9]+)?", completion.text)
-            right += bool(found) and float(found[-1]) == a * b + c
-            tokens += len(completion.ids)
-            texts.append(completion.text)
-    print(f"{right:3} of 100 right, {tokens / 100:.0f} tokens on average: {words}", flush=True)
-    print(f"    the first answer: {texts[0]!r:.150}", flush=True)
+            figures = evaluate(model, tokenizer, rows, limit, batch_size=50, reward=sum_reward)
+        print(f"{figures['accuracy']:4.0%} right: {before}{{}} times {{}} plus {{}}{after}")
+        print(f"    the first answer: {figures['answers'][0]['text']!r:.150}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: MIT-0
-"""What fits on a card? The README's table, calculated and not measured:
+"""What fits on a card? The README's table, calculated and not measured.
 
-    python .experiments/scripts/fits.py        a minute or two, on any computer
+    python .experiments/scripts/fits.py        some minutes, on any computer
 
-The update of one micro-batch runs on fake tensors, which have shapes but no contents, and all bytes
-that live at the same time are counted. The rest is arithmetic: AdamW's two averages, pi_ref, and
-for sampling the keys and values of all tokens, and four float32 tensors of rows x vocabulary."""
+The update of two micro-batches runs on fake tensors, which have shapes but no contents, and all
+bytes that live at the same time are counted. (Two, because the second one finds the gradients of
+the first.) The rest is arithmetic: Adam's two averages, pi_ref, and for sampling the keys and
+values of all tokens, and four float32 tensors of rows x vocabulary.
+"""
 
 import sys
 import weakref
@@ -20,14 +22,22 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from grpo import token_logprobs
 
-PROMPT, COMPLETION, VOCABULARY = 150, 512, 151_936
+PROMPT = 150
+COMPLETION = 512
+VOCABULARY = 151_936
 SIZES = {
-    "0.5B": dict(
-        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14
-    ),
-    "1.5B": dict(
-        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12
-    ),
+    "0.5B": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+    },
+    "1.5B": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+    },
 }
 
 
@@ -36,7 +46,9 @@ class Bytes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.alive, self.now, self.peak = set(), 0, 0
+        self.alive = set()
+        self.now = 0
+        self.peak = 0
 
     def note(self, x):
         if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.alive:
@@ -70,55 +82,68 @@ class Lora(torch.nn.Module):
 
 
 def with_lora(model):
+    """As the demo's --lora 16 on a GPU: frozen weights in bfloat16, and adapters in float32."""
     model.requires_grad_(False)
-    for module in [*model.model.modules()]:
-        for name, child in [*module.named_children()]:
+    for weight in model.parameters():
+        weight.data = weight.data.bfloat16()
+    for module in list(model.model.modules()):
+        for name, child in list(module.named_children()):
             if isinstance(child, torch.nn.Linear):
                 setattr(module, name, Lora(child))
     return model
 
 
-def fits(size, beta, micro_batch_size, sampling_batch_size=256, lora=False):
-    """Gigabytes at the peak of an update, and of sampling."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = Qwen2ForCausalLM(
-            Qwen2Config(
-                vocab_size=VOCABULARY,
-                num_key_value_heads=2,
-                tie_word_embeddings=True,
-                **SIZES[size],
-            )
-        )
-        model = with_lora(model) if lora else model
-        weights = sum(p.numel() for p in model.parameters())
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        n = micro_batch_size
-        ids, mask = torch.zeros(n, PROMPT + COMPLETION).long(), torch.ones(n, COMPLETION).bool()
-        with Bytes() as count:
+def update_bytes(model, beta, n):
+    """The peak of two micro-batches of n completions, without the weights themselves."""
+    ids = torch.zeros(n, PROMPT + COMPLETION).long()
+    mask = torch.ones(n, COMPLETION).bool()
+    with Bytes() as count:
+        for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
                 logprobs = token_logprobs(model, ids, torch.ones_like(ids), COMPLETION)
             ratio = logprobs - logprobs.detach()
-            (-(ratio.exp() - beta * ratio.expm1()).masked_fill(~mask, 0).mean()).backward()
-    kept = 4 * weights + 8 * trained + (4 * weights if beta > 0 else 0)
-    layers, heads = SIZES[size]["num_hidden_layers"], SIZES[size]["num_attention_heads"]
-    token = (
-        layers * 2 * SIZES[size]["hidden_size"] // heads * (4 + 2)
-    )  # keys float32, values bfloat16
-    sampling = sampling_batch_size * ((PROMPT + COMPLETION) * token + 4 * 4 * VOCABULARY) + 2 * (
-        trained if not lora else weights // 10
-    )  # bfloat16 copies
-    return [(kept + x) / 1e9 for x in (count.peak, sampling)]
+            loss = -(ratio.exp() - beta * ratio.expm1()).masked_fill(~mask, 0).mean()
+            loss.backward()
+    return count.peak
+
+
+def fits(size, beta, micro_batch_size, lora=False, sampling_batch_size=256):
+    """Gigabytes at the peak of an update, and of sampling."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        config = Qwen2Config(
+            vocab_size=VOCABULARY, num_key_value_heads=2, tie_word_embeddings=True, **SIZES[size]
+        )
+        model = Qwen2ForCausalLM(config)
+        if lora:
+            model = with_lora(model)
+        weights = sum(w.numel() * w.element_size() for w in model.parameters())
+        learning = sum(w.numel() for w in model.parameters() if w.requires_grad)
+        update = update_bytes(model, beta, micro_batch_size)
+    kept = weights + 8 * learning  # Adam's averages
+    if beta > 0:
+        kept += weights  # pi_ref
+    # Keys are float32, or bfloat16 where the frozen weights are; values are bfloat16.
+    key_and_value = 2 + 2 if lora else 4 + 2
+    width = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
+    cache = (PROMPT + COMPLETION) * config.num_hidden_layers * width * key_and_value
+    sampling = sampling_batch_size * (cache + 4 * 4 * VOCABULARY) + 2 * learning
+    return (kept + update) / 1e9, (kept + sampling) / 1e9
+
+
+ROWS = (
+    {"size": "0.5B", "beta": 0.04, "micro_batch_size": 4},
+    {"size": "0.5B", "beta": 0, "micro_batch_size": 4},
+    {"size": "0.5B", "beta": 0, "micro_batch_size": 2},
+    {"size": "0.5B", "beta": 0, "micro_batch_size": 1},
+    {"size": "0.5B", "beta": 0, "micro_batch_size": 4, "lora": True},
+    {"size": "0.5B", "beta": 0, "micro_batch_size": 1, "lora": True, "sampling_batch_size": 128},
+    {"size": "1.5B", "beta": 0, "micro_batch_size": 1},
+    {"size": "1.5B", "beta": 0, "micro_batch_size": 4, "lora": True},
+    {"size": "1.5B", "beta": 0, "micro_batch_size": 1, "lora": True},
+)
 
 
 if __name__ == "__main__":
-    for row in (
-        dict(size="0.5B", beta=0.04, micro_batch_size=4),
-        dict(size="0.5B", beta=0, micro_batch_size=1),
-        dict(size="1.5B", beta=0, micro_batch_size=1),
-        dict(size="1.5B", beta=0, micro_batch_size=1, lora=True),
-        dict(size="1.5B", beta=0, micro_batch_size=1, lora=True, sampling_batch_size=64),
-    ):
+    for row in ROWS:
         update, sampling = fits(**row)
-        print(
-            f"{max(update, sampling):5.1f} GB (update {update:.1f}, sampling {sampling:.1f})", row
-        )
+        print(f"{max(update, sampling):5.1f} GB (update {update:.1f}, sampling {sampling:.1f})", row)

@@ -1,49 +1,79 @@
 # SPDX-License-Identifier: MIT-0
-"""What the logs .experiments/scripts/sums-*.txt and .experiments/scripts/pieces-*.txt say of a run of `gsm8k_demo.py --task sums`:
+"""The log of a run of gsm8k_demo.py, from the files in its folder and what it printed.
 
     python .experiments/scripts/report.py RUN SCREEN
 
-RUN is the run's folder, SCREEN a file with what it printed. The command, the machine, the time and
-the memory are not in the folder: they were written above by hand, from `/usr/bin/time -v`."""
+RUN is the run's folder, and SCREEN a file with what stood on the screen. The machine, the time and
+the memory are in neither: they were written above by hand, from `/usr/bin/time -v`.
+"""
 
 import json
 import re
 import sys
 from pathlib import Path
 
-run, screen = Path(sys.argv[1]), Path(sys.argv[2]).read_text().replace("\r", "\n")
+run = Path(sys.argv[1])
+screen = Path(sys.argv[2]).read_text().replace("\r", "\n")
+NUMBER = r"\d[\d.,]*"
 
 
 def rows(name):
     return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
 
-for when, result in json.loads((run / "results.json").read_text()).items():
-    low, high = result["interval"]
-    alone = [
-        row["right"]
-        for row in rows(f"{when}.jsonl")
-        if len(re.findall(r"\d[\d.]*", row["text"])) == 1
-    ]
+def answers(when):
+    """One line: of the greedy answers, how many are right, and how many are a bare number."""
+    figures = json.loads((run / "results.json").read_text())[when]
+    low, high = figures["interval"]
+    alone = [row["right"] for row in rows(f"{when}.jsonl") if len(re.findall(NUMBER, row["text"])) == 1]
     print(
-        f"{when}: {result['accuracy']:.0%} of {result['questions']} right (95 % interval {low:.1%} to "
-        f"{high:.1%}); {len(alone)} answers have one number only, and {sum(alone)} of these are right"
+        f"{when}: {figures['accuracy']:.1%} of {figures['questions']} right (95 % interval "
+        f"{low:.1%} to {high:.1%}), {figures['lenient_accuracy']:.1%} if numbers without a box "
+        f"count; {len(alone)} answers have one number only, and {sum(alone)} of these are right"
     )
 
-print(
-    "\nstep  reward  right in the test  kl      clip_fraction  sampler_gap  grad_norm  entropy  "
-    "equal groups  seconds"
-)
-for row in rows("metrics.jsonl"):
-    print(
-        f"{row['step']:4}  {row['reward_mean']:6.2f}  {row.get('accuracy', ''):>17}  {row['kl']:.4f}  "
-        f"{row['clip_fraction']:13.4f}  {row['sampler_gap']:11.1e}  {row['grad_norm']:9.2f}  "
-        f"{row['entropy']:7.2f}  {row['zero_variance_fraction']:12.2f}  "
-        f"{row['sample_seconds'] + row['update_seconds']:7.0f}"
-    )
 
-print("\none group of " + re.search(r"step 4: .*\n(?:  reward .*\n)+", screen)[0])
-print("the held-out problems, greedy: before -> after")
-for before, after in zip(rows("before.jsonl"), rows("after.jsonl")):
-    question = before["question"].removeprefix("Answer in one short line: what is ")
-    print(f"  {question:20} ({before['answer']})  {before['text']!r:34} -> {after['text']!r}")
+def steps():
+    """A table of the metrics."""
+    columns = {  # name in the table -> how to print it
+        "step": lambda row: row["step"],
+        "reward": lambda row: f"{row['reward_mean']:.2f}",
+        "test": lambda row: f"{row['accuracy']:.0%}" if "accuracy" in row else "",
+        "entropy": lambda row: f"{row['entropy']:.2f}",
+        "equal groups": lambda row: f"{row['zero_variance_fraction']:.2f}",
+        "tokens": lambda row: f"{row['completion_length']:.0f}",
+        "cut off": lambda row: f"{row['truncated_fraction']:.0%}",
+        "kl": lambda row: f"{row['kl']:.4f}",
+        "clipped": lambda row: f"{row['clip_fraction']:.4f}",
+        "sampler_gap": lambda row: f"{row['sampler_gap']:.1e}",
+        "grad_norm": lambda row: f"{row['grad_norm']:.2f}",
+        "rate": lambda row: f"{row['learning_rate']:.1e}",
+        "seconds": lambda row: f"{row['sample_seconds'] + row['update_seconds']:.0f}",
+    }
+    print("\n" + "  ".join(f"{name:>7}" for name in columns))
+    for row in rows("metrics.jsonl"):
+        cells = [f"{show(row):>{max(7, len(name))}}" for name, show in columns.items()]
+        print("  ".join(cells))
+
+
+def groups():
+    """The groups of steps 1 and 4, and the last one that was shown."""
+    shown = re.findall(r"step \d+: .*\n(?:  +\d+ x  reward .*\n)+", screen)
+    for group in [*shown[:2], shown[-1]]:
+        print("\n" + group.rstrip())
+
+
+def pairs(limit=100):
+    print("\nheld-out problems, greedy: before -> after")
+    for before, after in list(zip(rows("before.jsonl"), rows("after.jsonl")))[:limit]:
+        question = before["question"].removeprefix("Answer in one short line: what is ")
+        mark = "+" if after["right"] else "-"
+        print(f"{mark} {question} ({before['answer']})  {before['text']!r} -> {after['text']!r}")
+
+
+if __name__ == "__main__":
+    answers("before")
+    answers("after")
+    steps()
+    groups()
+    pairs()
