@@ -146,4 +146,6 @@ ROWS = (
 if __name__ == "__main__":
     for row in ROWS:
         update, sampling = fits(**row)
-        print(f"{max(update, sampling):5.1f} GB (update {update:.1f}, sampling {sampling:.1f})", row)
+        print(
+            f"{max(update, sampling):5.1f} GB (update {update:.1f}, sampling {sampling:.1f})", row
+        )

@@ -26,9 +26,7 @@ from gsm8k_demo import TASKS, boxed_reward, evaluate, rehearsal
 
 TASK = TASKS["rehearsal"]
 CAP = TASK.settings["max_completion_length"]
-SETTINGS = {
-    name: value for name, value in TASK.settings.items() if name in vars(grpo.GRPOConfig())
-}
+SETTINGS = {name: value for name, value in TASK.settings.items() if name in vars(grpo.GRPOConfig())}
 FOUR_UPDATES = {"steps": 20, "num_iterations": 4, "learning_rate": 1e-3}
 TEN_TIMES_SLOWER = {"learning_rate": 5e-5}
 FIGURES = (

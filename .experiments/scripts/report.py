@@ -25,7 +25,9 @@ def answers(when):
     """One line: of the greedy answers, how many are right, and how many are a bare number."""
     figures = json.loads((run / "results.json").read_text())[when]
     low, high = figures["interval"]
-    alone = [row["right"] for row in rows(f"{when}.jsonl") if len(re.findall(NUMBER, row["text"])) == 1]
+    alone = [
+        row["right"] for row in rows(f"{when}.jsonl") if len(re.findall(NUMBER, row["text"])) == 1
+    ]
     print(
         f"{when}: {figures['accuracy']:.1%} of {figures['questions']} right (95 % interval "
         f"{low:.1%} to {high:.1%}), {figures['lenient_accuracy']:.1%} if numbers without a box "
