@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: MIT-0
-"""Draw the README's pictures from the logs of runs of `gsm8k_demo.py --task sums`:
+"""Draw the README's pictures from the logs beside this folder.
 
 python .experiments/scripts/pictures.py        with matplotlib installed
 
-accuracy.svg   right answers to the held-out problems, by step, of .experiments/scripts/sums-seed-*.jsonl
-group.svg      one group of eight answers, from .experiments/scripts/group.json
-pieces.svg     accuracy, KL and clip of seed 0 with and without them, of .experiments/scripts/pieces-*.jsonl
+accuracy.svg   right answers to the held-out sums, by step: in full, and with LoRA
+group.svg      one group of eight answers of a real run, with rewards and advantages
+mistakes.svg   the mean reward by step, of runs with one mistake each beside a healthy one
+collapse.svg   a run with a rate that is too high, beside one that is healthy
+pieces.svg     accuracy, KL and clip of seed 0 with and without them
 """
 
 import json
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -16,9 +19,18 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-HERE = Path(__file__).resolve().parent
-GREY, GREEN, RED = "#848d97", "#2ea36a", "#e0533d"  # readable on a light and on a dark background
-COLOURS = ("#3b82f6", "#e07b39", "#b36ae2")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from gsm8k_demo import read_jsonl
+
+LOGS = Path(__file__).resolve().parents[1]
+IMAGES = LOGS.parent / ".images"
+# These can be read on a light and on a dark background.
+GREY = "#848d97"
+GREEN = "#2ea36a"
+RED = "#e0533d"
+BLUE = "#3b82f6"
+ORANGE = "#e07b39"
+VIOLET = "#b36ae2"
 plt.rcParams.update(
     {
         "svg.fonttype": "none",
@@ -28,6 +40,7 @@ plt.rcParams.update(
         "text.color": GREY,
         "axes.labelcolor": GREY,
         "axes.edgecolor": GREY,
+        "axes.titlecolor": GREY,
         "xtick.color": GREY,
         "ytick.color": GREY,
         "axes.spines.top": False,
@@ -36,104 +49,137 @@ plt.rcParams.update(
 )
 
 
-def wilson(share, n=100):
-    """The 95 % interval of a share of n."""
-    z2 = 1.96**2 / n
-    half = (z2 * (share * (1 - share) + z2 / 4)) ** 0.5
-    return [(share + z2 / 2 + side) / (1 + z2) for side in (-half, half)]
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def save(figure, name):
-    figure.savefig(HERE / name, transparent=True, bbox_inches="tight", metadata={"Date": None})
+    figure.savefig(IMAGES / name, transparent=True, bbox_inches="tight", metadata={"Date": None})
+
+
+def accuracy_by_step(rows, untrained):
+    """(steps, percent) of the quick tests, from the untrained model on."""
+    tested = [row for row in rows if "accuracy" in row]
+    steps = [0] + [row["step"] for row in tested]
+    percent = [100 * untrained] + [100 * row["accuracy"] for row in tested]
+    return steps, percent
 
 
 def accuracy(untrained=0.07, told=0.76):
-    figure, axes = plt.subplots(figsize=(7, 3))
-    for share, words in ((untrained, "untrained"), (told, "untrained, but told how in words")):
-        axes.axhline(100 * share, color=GREY, linestyle=":", linewidth=1)
-        axes.text(20.3, 100 * share, f"{words}: {share:.0%}", va="center", fontsize=9)
-    for path, colour in zip(sorted(HERE.glob("sums-seed-*.jsonl")), COLOURS):
-        rows = read(path)
-        points = [(0, untrained)] + [
-            (row["step"], row["accuracy"]) for row in rows if "accuracy" in row
-        ]
-        steps, shares = zip(*points)
-        low, high = zip(*(wilson(share) for share in shares))
-        axes.fill_between(
-            steps,
-            [100 * x for x in low],
-            [100 * x for x in high],
-            color=colour,
-            alpha=0.15,
-            linewidth=0,
-        )
-        axes.plot(
-            steps,
-            [100 * x for x in shares],
-            color=colour,
-            marker="o",
-            markersize=4,
-            label=path.stem.removeprefix("sums-").replace("-", " "),
-        )
-    axes.set(
-        xlim=(0, 20),
-        ylim=(0, 100),
-        xlabel="step",
-        xticks=range(0, 21, 4),
-        ylabel="right, of 100 held-out problems",
-    )
-    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.12))
+    figure, axes = plt.subplots(figsize=(7, 3.4))
+    axes.axhline(100 * told, color=GREY, linestyle=":", linewidth=1)
+    axes.text(20.3, 100 * told, "untrained, but told\nhow in words", va="center", fontsize=9)
+    for folder, colour, label in (("lora", GREEN, "LoRA"), ("sums", BLUE, "all weights")):
+        for path in sorted((LOGS / folder).glob("seed-*.jsonl")):
+            steps, percent = accuracy_by_step(read_jsonl(path), untrained)
+            axes.plot(steps, percent, color=colour, linewidth=1.5, alpha=0.8, label=label)
+            label = None  # one entry in the legend for three seeds
+    axes.text(0.3, 105, "what is 35 times 8 plus 27?", fontsize=11)
+    axes.text(0.3, 37, "270", family="monospace", fontsize=13, color=RED)
+    axes.plot([0.05, 0.5], [9, 34], color=RED, linewidth=0.8)
+    axes.text(20, 105, "280 + 27 = 307", family="monospace", fontsize=13, color=GREEN, ha="right")
+    axes.set(xlim=(0, 20), ylim=(0, 112), xlabel="step", xticks=range(0, 21, 4))
+    axes.set(ylabel="right, of 100 new problems", yticks=range(0, 101, 20))
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.08))
     save(figure, "accuracy.svg")
 
 
 def group():
-    shown = json.loads((HERE / "group.json").read_text())
-    figure, axes = plt.subplots(figsize=(7, 2.6))
-    axes.set(xlim=(0, 10), ylim=(len(shown["answers"]) + 0.4, -1.4))
+    shown = json.loads((LOGS / "sums" / "group.json").read_text())
+    figure, axes = plt.subplots(figsize=(7, 2.9))
+    answers = shown["answers"]
+    axes.set(xlim=(-7.2, 3.4), ylim=(len(answers) - 0.3, -2.1))
     axes.axis("off")
-    axes.text(0, -0.9, f"step {shown['step']}: {shown['question']}", fontsize=10.5)
-    for x, words in ((5.8, "reward"), (7.4, "advantage")):
-        axes.text(x, -0.05, words, ha="right", fontsize=9)
-    for i, (text, reward, advantage) in enumerate(shown["answers"]):
+    question = shown["question"].removeprefix("Answer in one short line: ")
+    axes.text(-7.2, -1.5, question, fontsize=11)
+    axes.text(-2.7, -0.75, "reward", ha="center", fontsize=9)
+    axes.text(0, -1.4, "advantage", ha="center", fontsize=9)
+    axes.text(-0.12, -0.75, "less likely ←", ha="right", fontsize=9)
+    axes.text(0.12, -0.75, "→ more likely", ha="left", fontsize=9)
+    axes.axvline(0, ymin=0, ymax=0.8, color=GREY, linewidth=0.8)
+    for i, (text, reward, advantage) in enumerate(answers):
         colour = GREEN if advantage > 0 else RED
-        axes.text(0, i + 0.85, text, family="monospace", fontsize=10)
-        axes.text(5.8, i + 0.85, f"{reward:.0f}", ha="right", color=colour)
-        axes.text(7.4, i + 0.85, f"{advantage:+.2f}", ha="right", color=colour)
-        axes.text(7.8, i + 0.85, "more likely" if advantage > 0 else "less likely", color=colour)
+        axes.text(-7.2, i, text, family="monospace", fontsize=10, va="center")
+        axes.text(-2.7, i, f"{reward:.0f}", ha="center", va="center", color=colour)
+        axes.barh(i, advantage, color=colour, height=0.55)
+        side = "left" if advantage > 0 else "right"
+        x = advantage + (0.08 if advantage > 0 else -0.08)
+        axes.text(x, i, f"{advantage:+.2f}", ha=side, va="center", color=colour, fontsize=10)
     save(figure, "group.svg")
 
 
-def pieces(untrained=0.07):
-    runs = [
-        (name, words, read(HERE / f"{name}.jsonl"))
-        for name, words in (
-            ("pieces-one-update", "one update, β = 0"),
-            ("pieces-two-updates", "two updates, β = 1e-9"),
-            ("sums-seed-0", "two updates, β = 0.04"),
-        )
-    ]
-    figure, panels = plt.subplots(1, 3, figsize=(7, 2.4))
-    for (name, words, rows), colour in zip(runs, (COLOURS[2], COLOURS[1], COLOURS[0])):
-        tested = [row for row in rows if "accuracy" in row]
-        lines = [
-            (
-                [0] + [row["step"] for row in tested],
-                [100 * untrained] + [100 * row["accuracy"] for row in tested],
+MISTAKES = {  # name in gallery.jsonl -> the words above its panel
+    "targets not shifted": "log-probs of the\nwrong column",
+    "sign of loss": "loss with the\nwrong sign",
+    "other order": "rewards in\nanother order",
+    "box alone": "paid for any box",
+    "weights in bfloat16": "weights in bfloat16,\na tenth of the rate",
+    "rate x 10": "rate ten times\ntoo high",
+    "no baseline": "no baseline",
+    "one end token known": "one of two end\ntokens known",
+}
+
+
+def mistakes():
+    runs = {row["name"]: row["history"] for row in read_jsonl(LOGS / "gallery" / "seed-0.jsonl")}
+    figure, panels = plt.subplots(2, 4, figsize=(7, 3.8), sharex=True, sharey=True)
+    for axes, (name, words) in zip(panels.flat, MISTAKES.items()):
+        beside = "healthy, rate / 10" if name == "weights in bfloat16" else "healthy"
+        for run, colour in ((beside, GREY), (name, RED)):
+            rewards = [row["reward_mean"] for row in runs[run]]
+            axes.plot(range(1, len(rewards) + 1), rewards, color=colour, linewidth=1.5)
+        axes.set_title(words, fontsize=9)
+        axes.set(xlim=(1, 40), ylim=(0, 1.55), xticks=(1, 20, 40), yticks=(0, 0.5, 1, 1.5))
+        axes.tick_params(labelsize=8)
+    figure.supxlabel("step", fontsize=9, color=GREY)
+    figure.supylabel("mean reward", fontsize=9, color=GREY)
+    figure.tight_layout()
+    save(figure, "mistakes.svg")
+
+
+def collapse():
+    figure, panels = plt.subplots(1, 3, figsize=(7, 2.3))
+    runs = (
+        ("pieces/simple.jsonl", GREY, "rate 2e-6"),
+        ("collapse/rate-1e-5.jsonl", RED, "rate 1e-5"),
+    )
+    keys = {"reward_mean": "mean reward", "entropy": "entropy"}
+    keys["zero_variance_fraction"] = "groups of equal rewards"
+    for path, colour, label in runs:
+        rows = read_jsonl(LOGS / path)
+        for axes, key in zip(panels, keys):
+            axes.plot(
+                [row["step"] for row in rows], [row[key] for row in rows], color=colour, label=label
             )
-        ]
-        lines += [
-            ([row["step"] for row in rows], [row[key] for row in rows])
-            for key in ("kl", "clip_fraction")
-        ]
-        for axes, (steps, values) in zip(panels, lines):
-            if name != "pieces-one-update" or axes is not panels[1]:  # its KL was not measured
-                axes.plot(steps, values, color=colour, linewidth=1.5, label=words)
+    for axes, title in zip(panels, keys.values()):
+        axes.set_title(title, fontsize=10)
+        axes.set(xlim=(1, 20), ylim=(0, None), xlabel="step", xticks=(1, 5, 10, 15, 20))
+        axes.tick_params(labelsize=9)
+    figure.tight_layout()
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        frameon=False,
+        ncol=2,
+        fontsize=9,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0.02),
+    )
+    save(figure, "collapse.svg")
+
+
+def pieces(untrained=0.07):
+    runs = (
+        ("pieces/one-update.jsonl", VIOLET, "one update, β = 0"),
+        ("pieces/two-updates.jsonl", ORANGE, "two updates, β = 1e-9"),
+        ("sums/seed-0.jsonl", BLUE, "two updates, β = 0.04"),
+    )
+    figure, panels = plt.subplots(1, 3, figsize=(7, 2.4))
+    for path, colour, words in runs:
+        rows = read_jsonl(LOGS / path)
+        steps = [row["step"] for row in rows]
+        style = {"color": colour, "linewidth": 1.5, "label": words}
+        panels[0].plot(*accuracy_by_step(rows, untrained), **style)
+        if colour != VIOLET:  # at β = 0, the KL is not measured
+            panels[1].plot(steps, [row["kl"] for row in rows], **style)
+        panels[2].plot(steps, [row["clip_fraction"] for row in rows], **style)
     for axes, title in zip(panels, ("right of 100", "kl", "clip_fraction")):
-        axes.set_title(title, fontsize=10, color=GREY)
+        axes.set_title(title, fontsize=10)
         axes.set(xlim=(0, 20), ylim=(0, None), xlabel="step", xticks=range(0, 21, 5))
         axes.tick_params(labelsize=9)
     panels[0].set_ylim(0, 100)
@@ -152,6 +198,5 @@ def pieces(untrained=0.07):
 
 
 if __name__ == "__main__":
-    accuracy()
-    group()
-    pieces()
+    for draw in (accuracy, group, mistakes, collapse, pieces):
+        draw()
