@@ -6,7 +6,7 @@
 
 A mistake is a function that takes the place of one in grpo.py, or a setting. The script prints the
 accuracy on 256 held-out problems, and what the metrics of some steps show. With --out FILE, it adds
-a line of JSON for each run, with the metrics of all its steps.
+a line of JSON for each run, with these metrics of all its steps.
 """
 
 import argparse
@@ -235,9 +235,13 @@ def main():
                 print(f"{row['step']:6}" + "".join(f"{row[figure]:10.3g}" for figure in FIGURES))
             sys.stdout.flush()
             if args.out:
+                rows = [
+                    {"step": row["step"]} | {name: float(f"{row[name]:.4g}") for name in FIGURES}
+                    for row in history
+                ]
                 run = {"name": name, "seed": seed, "sampled": sampled, "greedy": greedy}
                 with open(args.out, "a", encoding="utf-8") as file:
-                    file.write(json.dumps({**run, "history": history}) + "\n")
+                    file.write(json.dumps({**run, "history": rows}) + "\n")
 
 
 if __name__ == "__main__":

@@ -104,23 +104,22 @@ def group():
     save(figure, "group.svg")
 
 
-MISTAKES = {  # name in gallery.jsonl -> the words above its panel
-    "targets not shifted": "log-probs of the\nwrong column",
-    "sign of loss": "loss with the\nwrong sign",
-    "other order": "rewards in\nanother order",
-    "box alone": "paid for any box",
-    "weights in bfloat16": "weights in bfloat16,\na tenth of the rate",
-    "rate x 10": "rate ten times\ntoo high",
-    "no baseline": "no baseline",
-    "one end token known": "one of two end\ntokens known",
+MISTAKES = {  # name in gallery.jsonl -> the words above its panel, and the healthy run beside it
+    "targets not shifted": ("log-probs of the\nwrong column", "healthy"),
+    "sign of loss": ("loss with the\nwrong sign", "healthy"),
+    "rate x 10": ("rate ten times\ntoo high", "healthy"),
+    "cap 16": ("answers cut off\ntoo early", "healthy"),
+    "box alone": ("paid for\nany box", "healthy"),
+    "weights in bfloat16": ("weights in bfloat16\n(rate / 10)", "healthy, rate / 10"),
+    "pi_old renewed": ("pi_old taken anew\n(four updates)", "healthy, four updates"),
+    "one end token known": ("one of two end\ntokens known", "healthy"),
 }
 
 
 def mistakes():
     runs = {row["name"]: row["history"] for row in read_jsonl(LOGS / "gallery" / "seed-0.jsonl")}
     figure, panels = plt.subplots(2, 4, figsize=(7, 3.8), sharex=True, sharey=True)
-    for axes, (name, words) in zip(panels.flat, MISTAKES.items()):
-        beside = "healthy, rate / 10" if name == "weights in bfloat16" else "healthy"
+    for axes, (name, (words, beside)) in zip(panels.flat, MISTAKES.items()):
         for run, colour in ((beside, GREY), (name, RED)):
             rewards = [row["reward_mean"] for row in runs[run]]
             axes.plot(range(1, len(rewards) + 1), rewards, color=colour, linewidth=1.5)
