@@ -64,8 +64,17 @@ def accuracy_by_step(rows, untrained):
 def accuracy(untrained=0.07, told=0.76):
     figure, axes = plt.subplots(figsize=(7, 3.4))
     axes.axhline(100 * told, color=GREY, linestyle=":", linewidth=1)
-    axes.text(20.3, 100 * told, "untrained, but told\nhow in words", va="center", fontsize=9)
-    for folder, colour, label in (("lora", GREEN, "LoRA"), ("sums", BLUE, "all weights")):
+    axes.text(
+        20.3,
+        100 * told,
+        "untrained, but told\nto write down the\nproduct first",
+        va="center",
+        fontsize=9,
+    )
+    for folder, colour, label in (
+        ("lora", GREEN, "LoRA, three seeds"),
+        ("sums", BLUE, "all weights, three seeds"),
+    ):
         for path in sorted((LOGS / folder).glob("seed-*.jsonl")):
             steps, percent = accuracy_by_step(read_jsonl(path), untrained)
             axes.plot(steps, percent, color=colour, linewidth=1.5, alpha=0.8, label=label)
@@ -107,12 +116,12 @@ def group():
 MISTAKES = {  # name in gallery.jsonl -> the words above its panel, and the healthy run beside it
     "targets not shifted": ("log-probs of the\nwrong column", "healthy"),
     "sign of loss": ("loss with the\nwrong sign", "healthy"),
-    "rate x 10": ("rate ten times\ntoo high", "healthy"),
+    "rate x 10": ("learning rate ten\ntimes too high", "healthy"),
     "cap 16": ("answers cut off\ntoo early", "healthy"),
-    "box alone": ("paid for\nany box", "healthy"),
-    "weights in bfloat16": ("weights in bfloat16\n(rate / 10)", "healthy, rate / 10"),
-    "pi_old renewed": ("pi_old taken anew\n(four updates)", "healthy, four updates"),
-    "one end token known": ("one of two end\ntokens known", "healthy"),
+    "box alone": ("the same reward\nfor any box", "healthy"),
+    "weights in bfloat16": ("weights in bfloat16\n(at a tenth of the rate)", "healthy, rate / 10"),
+    "pi_old renewed": ("pi_old recomputed\n(with four updates)", "healthy, four updates"),
+    "one end token known": ("only one of two\nend tokens known", "healthy"),
 }
 
 
@@ -120,23 +129,34 @@ def mistakes():
     runs = {row["name"]: row["history"] for row in read_jsonl(LOGS / "gallery" / "seed-0.jsonl")}
     figure, panels = plt.subplots(2, 4, figsize=(7, 3.8), sharex=True, sharey=True)
     for axes, (name, (words, beside)) in zip(panels.flat, MISTAKES.items()):
-        for run, colour in ((beside, GREY), (name, RED)):
+        for run, colour, label in ((beside, GREY, "healthy"), (name, RED, "with the mistake")):
             rewards = [row["reward_mean"] for row in runs[run]]
-            axes.plot(range(1, len(rewards) + 1), rewards, color=colour, linewidth=1.5)
+            steps = range(1, len(rewards) + 1)
+            axes.plot(steps, rewards, color=colour, linewidth=1.5, label=label)
         axes.set_title(words, fontsize=9)
         axes.set(xlim=(1, 40), ylim=(0, 1.55), xticks=(1, 20, 40), yticks=(0, 0.5, 1, 1.5))
         axes.tick_params(labelsize=8)
-    figure.supxlabel("step", fontsize=9, color=GREY)
-    figure.supylabel("mean reward", fontsize=9, color=GREY)
+    for axes in panels[1]:
+        axes.set_xlabel("step", fontsize=9)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("mean reward", fontsize=9)
     figure.tight_layout()
+    figure.legend(
+        *panels[0, 0].get_legend_handles_labels(),
+        frameon=False,
+        ncol=2,
+        fontsize=9,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0.03),
+    )
     save(figure, "mistakes.svg")
 
 
 def collapse():
     figure, panels = plt.subplots(1, 3, figsize=(7, 2.3))
     runs = (
-        ("pieces/simple.jsonl", GREY, "rate 2e-6"),
-        ("collapse/rate-1e-5.jsonl", RED, "rate 1e-5"),
+        ("pieces/simple.jsonl", GREY, "healthy: 93 of 100 right in the end"),
+        ("collapse/rate-1e-5.jsonl", RED, "learning rate x 5, short warm-up: 44 of 100"),
     )
     keys = {"reward_mean": "mean reward", "entropy": "entropy"}
     keys["zero_variance_fraction"] = "groups of equal rewards"
@@ -157,7 +177,7 @@ def collapse():
         ncol=2,
         fontsize=9,
         loc="upper center",
-        bbox_to_anchor=(0.5, 0.02),
+        bbox_to_anchor=(0.5, 0.04),
     )
     save(figure, "collapse.svg")
 
