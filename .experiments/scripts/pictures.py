@@ -67,13 +67,13 @@ def accuracy(untrained=0.07, told=0.76):
     axes.text(
         20.3,
         100 * told,
-        "untrained, but told\nto write down the\nproduct first",
+        "untrained, if asked\nfor the product,\nthen the sum",
         va="center",
         fontsize=9,
     )
     for folder, colour, label in (
-        ("lora", GREEN, "LoRA, three seeds"),
-        ("sums", BLUE, "all weights, three seeds"),
+        ("lora", GREEN, "LoRA (3 seeds, one update a step)"),
+        ("sums", BLUE, "all weights (3 seeds, two updates)"),
     ):
         for path in sorted((LOGS / folder).glob("seed-*.jsonl")):
             steps, percent = accuracy_by_step(read_jsonl(path), untrained)
@@ -120,7 +120,7 @@ MISTAKES = {  # name in gallery.jsonl -> the words above its panel, and the heal
     "cap 16": ("answers cut off\ntoo early", "healthy"),
     "box alone": ("the same reward\nfor any box", "healthy"),
     "weights in bfloat16": ("weights in bfloat16\n(at a tenth of the rate)", "healthy, rate / 10"),
-    "pi_old renewed": ("pi_old recomputed\n(with four updates)", "healthy, four updates"),
+    "pi_old renewed": ("pi_old recomputed\n(4 updates, 20 steps)", "healthy, four updates"),
     "one end token known": ("only one of two\nend tokens known", "healthy"),
 }
 
