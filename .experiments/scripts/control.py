@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: MIT-0
 """What the untrained model of `gsm8k_demo.py --task sums` scores if it is asked in other words.
 
-    python .experiments/scripts/control.py [MODEL]
+    python .experiments/scripts/control.py [--model MODEL] [--out FILE]
 
 MODEL is a name on the hub, or a folder. It answers the task's 100 test problems greedily, in
-bfloat16. Where no number stands after the words, the limit is 32 tokens, as in the task.
+bfloat16. FILE gets all answers, a line of JSON for each.
 """
 
+import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -26,17 +28,26 @@ LIMITS = {  # the words in its place, and after the sum -> the largest number of
 
 
 def main():
-    model, tokenizer = load_model(sys.argv[1] if len(sys.argv) > 1 else TASKS["sums"].model)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=TASKS["sums"].model)
+    parser.add_argument("--out", default="control.jsonl")
+    args = parser.parse_args()
+    model, tokenizer = load_model(args.model)
     _, problems = load_sums()
     for (before, after), limit in LIMITS.items():
         rows = []
         for row in problems:
-            question = before + row["question"].removeprefix(ASKED).removesuffix("?") + after
+            [message] = row["prompt"]
+            question = before + message["content"].removeprefix(ASKED).removesuffix("?") + after
             rows.append({**row, "prompt": [{"role": "user", "content": question}]})
         with torch.autocast(model.device.type, torch.bfloat16):
             figures = evaluate(model, tokenizer, rows, limit, batch_size=50, reward=sum_reward)
         print(f"{figures['accuracy']:4.0%} right: {before}{{}} times {{}} plus {{}}{after}")
         print(f"    the first answer: {figures['answers'][0]['text']!r:.150}", flush=True)
+        with open(args.out, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in figures["answers"])
 
 
 if __name__ == "__main__":

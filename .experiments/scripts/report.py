@@ -22,11 +22,13 @@ def rows(name):
 
 
 def answers(when):
-    """One line: of the greedy answers, how many are right, and how many are a bare number."""
+    """One line: how many answers are right, and how many have one number only."""
     figures = json.loads((run / "results.json").read_text())[when]
     low, high = figures["interval"]
     alone = [
-        row["right"] for row in rows(f"{when}.jsonl") if len(re.findall(NUMBER, row["text"])) == 1
+        row["reward"] >= 1
+        for row in rows(f"{when}.jsonl")
+        if len(re.findall(NUMBER, row["text"])) == 1
     ]
     print(
         f"{when}: {figures['accuracy']:.1%} of {figures['questions']} right (95 % interval "
@@ -65,12 +67,16 @@ def groups():
         print("\n" + group.rstrip())
 
 
-def pairs(limit=100):
-    print("\nheld-out problems, greedy: before -> after")
-    for before, after in list(zip(rows("before.jsonl"), rows("after.jsonl")))[:limit]:
-        question = before["question"].removeprefix("Answer in one short line: what is ")
-        mark = "+" if after["right"] else "-"
-        print(f"{mark} {question} ({before['answer']})  {before['text']!r} -> {after['text']!r}")
+def pairs():
+    """All answers, before and after, so that whoever doubts a figure can count again."""
+    print("\nheld-out problems: before -> after")
+    for before, after in zip(rows("before.jsonl"), rows("after.jsonl")):
+        prompt = before["prompt"]
+        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        question = question.removeprefix("Answer in one short line: what is ")
+        mark = "+" if after["reward"] >= 1 else "-"
+        answer = f" ({before['answer']})" if "answer" in before else ""
+        print(f"{mark} {question}{answer}  {before['text']!r} -> {after['text']!r}")
 
 
 if __name__ == "__main__":

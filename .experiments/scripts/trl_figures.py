@@ -74,12 +74,10 @@ def trl_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, **settings)
 def main():
     for name, settings in SETTINGS.items():
         # TRL multiplies by its mask, so what stands behind it must be a number.
-        completions = some_completions(lengths=(5, 1, 0, 3, 4, 2))
-        *policies, advantages, mask = completions
-        logprobs, old, ref = (x.masked_fill(~mask, 0.0) for x in policies)
-        logprobs.requires_grad_()
-        loss = trl_loss(logprobs, old, ref, advantages, mask, **settings)
-        [slopes] = torch.autograd.grad(loss, logprobs)
+        given = some_completions(padding=0.0)
+        given["logprobs"].requires_grad_()
+        loss = trl_loss(**given, **settings)
+        [slopes] = torch.autograd.grad(loss, given["logprobs"])
         print(f"{name} {settings}: {loss:.13g}, {slopes.sum():.13g}, {slopes.norm():.13g}")
 
 
