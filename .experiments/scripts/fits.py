@@ -22,8 +22,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from grpo import token_logprobs
 
-PROMPT = 150
-COMPLETION = 512
 VOCABULARY = 151_936
 SIZES = {
     "0.5B": {
@@ -93,22 +91,24 @@ def with_lora(model):
     return model
 
 
-def update_bytes(model, beta, n):
+def update_bytes(model, beta, n, prompt, completion):
     """The peak of two micro-batches of n completions, without the weights themselves."""
-    ids = torch.zeros(n, PROMPT + COMPLETION).long()
-    mask = torch.ones(n, COMPLETION).bool()
+    ids = torch.zeros(n, prompt + completion).long()
+    mask = torch.ones(n, completion).bool()
     with Bytes() as count:
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
-                logprobs = token_logprobs(model, ids, torch.ones_like(ids), COMPLETION)
+                logprobs = token_logprobs(model, ids, torch.ones_like(ids), completion)
             ratio = logprobs - logprobs.detach()
             loss = -(ratio.exp() - beta * ratio.expm1()).masked_fill(~mask, 0).mean()
             loss.backward()
     return count.peak
 
 
-def fits(size, beta, micro_batch_size, lora=False, sampling_batch_size=256):
-    """Gigabytes at the peak of an update, and of sampling."""
+def fits(
+    size, beta, micro_batch_size, lora=False, sampling_batch_size=256, prompt=150, completion=512
+):
+    """Gigabytes at the peak of an update, and of sampling, for lengths in tokens."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         config = Qwen2Config(
             vocab_size=VOCABULARY, num_key_value_heads=2, tie_word_embeddings=True, **SIZES[size]
@@ -118,24 +118,29 @@ def fits(size, beta, micro_batch_size, lora=False, sampling_batch_size=256):
             model = with_lora(model)
         weights = sum(w.numel() * w.element_size() for w in model.parameters())
         learning = sum(w.numel() for w in model.parameters() if w.requires_grad)
-        update = update_bytes(model, beta, micro_batch_size)
+        update = update_bytes(model, beta, micro_batch_size, prompt, completion)
     kept = weights + 8 * learning  # Adam's averages
     if beta > 0:
         kept += weights  # pi_ref
     # Keys are float32, or bfloat16 where the frozen weights are; values are bfloat16.
     key_and_value = 2 + 2 if lora else 4 + 2
     width = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
-    cache = (PROMPT + COMPLETION) * config.num_hidden_layers * width * key_and_value
+    cache = (prompt + completion) * config.num_hidden_layers * width * key_and_value
     sampling = sampling_batch_size * (cache + 4 * 4 * VOCABULARY) + 2 * learning
     return (kept + update) / 1e9, (kept + sampling) / 1e9
 
 
+SUMS = {"size": "0.5B", "beta": 0, "micro_batch_size": 8, "lora": True}
+SUMS |= {"sampling_batch_size": 100, "prompt": 50, "completion": 32}  # 100 questions of a test
 ROWS = (
+    SUMS,
     {"size": "0.5B", "beta": 0.04, "micro_batch_size": 4},
     {"size": "0.5B", "beta": 0, "micro_batch_size": 4},
     {"size": "0.5B", "beta": 0, "micro_batch_size": 2},
     {"size": "0.5B", "beta": 0, "micro_batch_size": 1},
     {"size": "0.5B", "beta": 0, "micro_batch_size": 4, "lora": True},
+    {"size": "0.5B", "beta": 0, "micro_batch_size": 2, "lora": True},
+    {"size": "0.5B", "beta": 0, "micro_batch_size": 1, "lora": True},
     {"size": "0.5B", "beta": 0, "micro_batch_size": 1, "lora": True, "sampling_batch_size": 128},
     {"size": "1.5B", "beta": 0, "micro_batch_size": 1},
     {"size": "1.5B", "beta": 0, "micro_batch_size": 4, "lora": True},
