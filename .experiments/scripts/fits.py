@@ -130,7 +130,7 @@ def fits(
     return (kept + update) / 1e9, (kept + sampling) / 1e9
 
 
-SUMS = {"size": "0.5B", "beta": 0, "micro_batch_size": 8, "lora": True}
+SUMS = {"size": "0.5B", "beta": 0, "micro_batch_size": 2, "lora": True}
 SUMS |= {"sampling_batch_size": 100, "prompt": 50, "completion": 32}  # 100 questions of a test
 ROWS = (
     SUMS,
