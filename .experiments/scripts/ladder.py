@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: MIT-0
+r"""Sums of two steps, then of three, four and five: does GRPO teach what was never right before?
+
+    python .experiments/scripts/ladder.py measure MODEL --level 4 --out before.jsonl
+    python .experiments/scripts/ladder.py train --task level-2 --lora 16 --output runs/2
+    python .experiments/scripts/ladder.py train --task level-3 --lora 16 --model runs/2 \
+        --output runs/3
+
+`measure` draws many answers to each problem, saves all of them, and prints pass@k: of how many
+problems at least one of k answers is right. `train` is the demo with a task for each level, and
+with all that makes `faster_lora.py` fast. Both need a CPU with units for bfloat16.
+
+The numbers are so large that guessing does not help. `measure` also says how many problems one
+would hit with the 256 likeliest results of its level.
+"""
+
+import argparse
+import json
+import random
+import sys
+from collections import Counter
+
+import faster_lora
+import torch
+from faster_lora import gsm8k_demo
+
+from grpo import grade, sample_groups
+
+# As the task asks, and five other ways. A control may find words with which it can do it already.
+WORDINGS = (
+    "Answer in one short line: what is {}?",
+    "What is {}?",
+    "What is {}? Write each product, then the result, in one short line.",
+    "What is {}? Calculate step by step, each step in a short line, and end with the result.",
+    "Calculate {}. First each product, then the sums, without code.",
+    "Answer in one short line, with the steps first, like 60 + 28 = 88: what is {}?",
+)
+CAPS = {2: 32, 3: 48, 4: 64, 5: 80}  # tokens for a level's answer
+
+
+def sum_of(level, rng):
+    """(the sum in words, its result): 347 times 8 plus 27, and with each level a term more."""
+
+    def product():
+        a = rng.randint(100, 999)
+        m = rng.randint(2, 9)
+        return f"{a} times {m}", a * m
+
+    words, result = product()
+    if level == 2:
+        b = rng.randint(11, 99)
+        return f"{words} plus {b}", result + b
+    more, value = product()
+    words += f" plus {more}"
+    result += value
+    if level >= 4:
+        b = rng.randint(11, 99)
+        words += f" minus {b}"
+        result -= b
+    if level >= 5:
+        more, value = product()
+        words += f" plus {more}"
+        result += value
+    return words, result
+
+
+def problems(level, part, n, wording=0):
+    """n rows of a level. Each part ("train", "test" or "new") has sums of its own."""
+    rng = random.Random(f"{level} {part}")
+    rows = []
+    for _ in range(n):
+        words, result = sum_of(level, rng)
+        question = WORDINGS[wording].format(words)
+        rows.append({"prompt": [{"role": "user", "content": question}], "answer": str(result)})
+    return rows
+
+
+def add_task(level):
+    """Make a task of the level for the demo's flags."""
+
+    def load():
+        return problems(level, "train", 5000), problems(level, "test", 50)
+
+    settings = {"steps": 20, "prompts_per_step": 6, "max_completion_length": CAPS[level]}
+    settings |= {"micro_batch_size": 8, "warmup_steps": 4, "save_steps": 5, "eval_steps": 5}
+    gsm8k_demo.TASKS[f"level-{level}"] = gsm8k_demo.Task(
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct", load, gsm8k_demo.sum_reward, settings
+    )
+
+
+def share_by_guessing(level, guesses=256, draws=400_000):
+    """The share of problems whose result is among the likeliest ones of the level."""
+    rng = random.Random(0)
+    results = Counter(sum_of(level, rng)[1] for _ in range(draws))
+    return sum(count for _, count in results.most_common(guesses)) / draws
+
+
+def pass_at(k, n, right):
+    """The chance that k of the n answers, drawn without replacement, hold one of the right ones."""
+    missed = 1.0
+    for i in range(k):
+        missed *= max(0, n - right - i) / (n - i)
+    return 1 - missed
+
+
+@torch.autocast("cpu", torch.bfloat16)
+def measure(args):
+    model, tokenizer = gsm8k_demo.load_model(args.model)
+    model.get_output_embeddings().register_forward_pre_hook(faster_lora.make_contiguous)
+    rows = problems(args.level, args.part, args.problems, args.wording)
+    cap = args.cap or CAPS[args.level]
+    counts = []
+    for i, row in enumerate(rows):
+        torch.manual_seed(1000 * args.seed + i)
+        [group] = sample_groups(model, tokenizer, [row], args.samples, cap, args.temperature)
+        rewards = grade(gsm8k_demo.sum_reward, group).tolist()
+        counts.append(int(sum(rewards)))
+        if args.out:
+            answers = Counter((c.text, c.reward) for c in group).most_common()
+            saved = {"model": args.model, "level": args.level, "part": args.part}
+            saved |= {"wording": args.wording, "temperature": args.temperature, "cap": cap}
+            saved |= {"prompt": row["prompt"][0]["content"], "answer": row["answer"]}
+            saved |= {"answers": [[text, reward, n] for (text, reward), n in answers]}
+            with open(args.out, "a", encoding="utf-8") as file:
+                file.write(json.dumps(saved) + "\n")
+    print(f"{args.model}, level {args.level}, {args.part}: {WORDINGS[args.wording]}, at most {cap}")
+    print(f"  by guessing 256 times: {share_by_guessing(args.level):.1%}")
+    for k in (1, 8, 64, 256):
+        if k <= args.samples:
+            share = sum(pass_at(k, args.samples, right) for right in counts) / len(counts)
+            low, high = gsm8k_demo.wilson_interval(share, len(counts))
+            print(f"  pass@{k}: {share:.1%} of {len(counts)} ({low:.1%} to {high:.1%})", flush=True)
+
+
+def main():
+    if sys.argv[1:2] == ["train"]:
+        del sys.argv[1]
+        for level in CAPS:
+            add_task(level)
+        gsm8k_demo.main("level-2")
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=["measure"])
+    parser.add_argument("model")
+    parser.add_argument("--level", type=int, default=2)
+    parser.add_argument("--part", default="test", choices=["test", "new"])
+    parser.add_argument("--problems", type=int, default=50)
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--wording", type=int, default=0)
+    parser.add_argument("--cap", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default="")
+    measure(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
