@@ -10,7 +10,7 @@ r"""Sums of two steps, then of three, four and five: does GRPO teach what was ne
 problems at least one of k answers is right. `train` is the demo with a task for each level, and
 with all that makes `faster_lora.py` fast. Both need a CPU with units for bfloat16.
 
-The numbers are so large that guessing does not help. `measure` also says how many problems one
+One number is so large that guessing does not help. `measure` also says how many problems one
 would hit with the 256 likeliest results of its level.
 """
 
@@ -39,29 +39,25 @@ CAPS = {2: 32, 3: 48, 4: 64, 5: 80}  # tokens for a level's answer
 
 
 def sum_of(level, rng):
-    """(the sum in words, its result): 347 times 8 plus 27, and with each level a term more."""
-
-    def product():
-        a = rng.randint(100, 999)
-        m = rng.randint(2, 9)
-        return f"{a} times {m}", a * m
-
-    words, result = product()
-    if level == 2:
-        b = rng.randint(11, 99)
-        return f"{words} plus {b}", result + b
-    more, value = product()
-    words += f" plus {more}"
-    result += value
-    if level >= 4:
-        b = rng.randint(11, 99)
-        words += f" minus {b}"
-        result -= b
-    if level >= 5:
-        more, value = product()
-        words += f" plus {more}"
-        result += value
-    return words, result
+    """(the sum in words, its result): 35 times 8 plus 4127, and with each level a term more."""
+    parts = []
+    result = 0
+    # A product, a large number, a product, a number that is taken away, a product.
+    for term in range(level):
+        if term % 2 == 0:
+            a = rng.randint(11, 39)
+            m = rng.randint(2, 9)
+            parts.append(f"plus {a} times {m}")
+            result += a * m
+        elif term == 1:
+            b = rng.randint(1000, 9999)
+            parts.append(f"plus {b}")
+            result += b
+        else:
+            b = rng.randint(11, 999)
+            parts.append(f"minus {b}")
+            result -= b
+    return " ".join(parts).removeprefix("plus "), result
 
 
 def problems(level, part, n, wording=0):
