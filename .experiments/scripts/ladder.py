@@ -39,12 +39,14 @@ CAPS = {2: 32, 3: 48, 4: 64, 5: 80}  # tokens for a level's answer
 
 
 def sum_of(level, rng):
-    """(the sum in words, its result): 35 times 8 plus 4127, and with each level a term more."""
+    """(the sum in words, its result): 35 times 8 plus 4127, and with each level a term more.
+
+    A product, a large number, a small one to take away, a product, and another one to take away.
+    """
     parts = []
     result = 0
-    # A product, a large number, a product, a number that is taken away, a product.
     for term in range(level):
-        if term % 2 == 0:
+        if term in (0, 3):
             a = rng.randint(11, 39)
             m = rng.randint(2, 9)
             parts.append(f"plus {a} times {m}")
@@ -54,7 +56,7 @@ def sum_of(level, rng):
             parts.append(f"plus {b}")
             result += b
         else:
-            b = rng.randint(11, 999)
+            b = rng.randint(11, 99)
             parts.append(f"minus {b}")
             result -= b
     return " ".join(parts).removeprefix("plus "), result
