@@ -19,6 +19,7 @@ import json
 import random
 import sys
 from collections import Counter
+from pathlib import Path
 
 import faster_lora
 import torch
@@ -103,31 +104,50 @@ def pass_at(k, n, right):
 
 @torch.autocast("cpu", torch.bfloat16)
 def measure(args):
+    """Draw what `args.out` does not have yet, and print its pass@k: a stop costs one batch."""
+    cap = args.cap or CAPS[args.level]
+    asked = {"model": args.model, "level": args.level, "part": args.part, "wording": args.wording}
+    asked |= {"temperature": args.temperature, "samples": args.samples, "cap": cap}
+    rows = problems(args.level, args.part, args.problems, args.wording)
+    done = [line for line in read_lines(args.out) if asked.items() <= line.items()]
     model, tokenizer = gsm8k_demo.load_model(args.model)
     model.get_output_embeddings().register_forward_pre_hook(faster_lora.make_contiguous)
-    rows = problems(args.level, args.part, args.problems, args.wording)
-    cap = args.cap or CAPS[args.level]
-    counts = []
-    for i, row in enumerate(rows):
+    at_once = max(1, 256 // args.samples)
+    for i in range(len(done), len(rows), at_once):
         torch.manual_seed(1000 * args.seed + i)
-        [group] = sample_groups(model, tokenizer, [row], args.samples, cap, args.temperature)
-        rewards = grade(gsm8k_demo.sum_reward, group).tolist()
-        counts.append(int(sum(rewards)))
-        if args.out:
-            answers = Counter((c.text, c.reward) for c in group).most_common()
-            saved = {"model": args.model, "level": args.level, "part": args.part}
-            saved |= {"wording": args.wording, "temperature": args.temperature, "cap": cap}
-            saved |= {"prompt": row["prompt"][0]["content"], "answer": row["answer"]}
-            saved |= {"answers": [[text, reward, n] for (text, reward), n in answers]}
+        batch = rows[i : i + at_once]
+        groups = sample_groups(model, tokenizer, batch, args.samples, cap, args.temperature)
+        for row, group in zip(batch, groups):
+            rewards = grade(gsm8k_demo.sum_reward, group).tolist()
+            answers = Counter(zip([c.text for c in group], rewards)).most_common()
+            line = {**asked, "prompt": row["prompt"][0]["content"], "answer": row["answer"]}
+            line["right"] = int(sum(rewards))
+            line["cut_off"] = sum(c.truncated for c in group)
+            line["answers"] = [[text, reward, n] for (text, reward), n in answers]
+            done.append(line)
             with open(args.out, "a", encoding="utf-8") as file:
-                file.write(json.dumps(saved) + "\n")
-    print(f"{args.model}, level {args.level}, {args.part}: {WORDINGS[args.wording]}, at most {cap}")
-    print(f"  by guessing 256 times: {share_by_guessing(args.level):.1%}")
+                file.write(json.dumps(line) + "\n")
+    show(done)
+
+
+def read_lines(path):
+    return gsm8k_demo.read_jsonl(path) if Path(path).exists() else []
+
+
+def show(lines):
+    first = lines[0]
+    words = WORDINGS[first["wording"]]
+    print(f"{first['model']}, level {first['level']}, {first['part']}: {words}")
+    cut_off = sum(line["cut_off"] for line in lines) / len(lines) / first["samples"]
+    print(f"  at most {first['cap']} tokens ({cut_off:.1%} cut off)")
+    print(f"  temperature {first['temperature']}, {first['samples']} answers to a problem")
+    print(f"  256 guesses would hit {share_by_guessing(first['level']):.1%} of the problems")
     for k in (1, 8, 64, 256):
-        if k <= args.samples:
-            share = sum(pass_at(k, args.samples, right) for right in counts) / len(counts)
-            low, high = gsm8k_demo.wilson_interval(share, len(counts))
-            print(f"  pass@{k}: {share:.1%} of {len(counts)} ({low:.1%} to {high:.1%})", flush=True)
+        if k <= first["samples"]:
+            shares = [pass_at(k, first["samples"], line["right"]) for line in lines]
+            share = sum(shares) / len(shares)
+            low, high = gsm8k_demo.wilson_interval(share, len(shares))
+            print(f"  pass@{k}: {share:.1%} of {len(shares)} ({low:.1%} to {high:.1%})", flush=True)
 
 
 def main():
@@ -150,7 +170,7 @@ def main():
     parser.add_argument("--wording", type=int, default=0)
     parser.add_argument("--cap", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="")
+    parser.add_argument("--out", default="answers.jsonl")
     measure(parser.parse_args())
 
 
