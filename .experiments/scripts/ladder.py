@@ -36,18 +36,18 @@ WORDINGS = (
     "Calculate {}. First each product, then the sums, without code.",
     "Answer in one short line, with the steps first, like 60 + 28 = 88: what is {}?",
 )
-CAPS = {2: 32, 3: 48, 4: 64, 5: 80}  # tokens for a level's answer
+CAPS = {2: 32, 3: 48, 4: 64, 5: 80, 6: 112, 7: 136, 8: 160}  # tokens for a level's answer
 
 
 def sum_of(level, rng):
     """(the sum in words, its result): 35 times 8 plus 4127, and with each level a term more.
 
-    A product, a large number, a small one to take away, a product, and another one to take away.
+    A product, a large number, a small one to take away; then by turns a product and a small one.
     """
     parts = []
     result = 0
     for term in range(level):
-        if term in (0, 3):
+        if term in (0, 3, 5, 7):
             a = rng.randint(11, 39)
             m = rng.randint(2, 9)
             parts.append(f"plus {a} times {m}")
