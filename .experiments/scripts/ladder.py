@@ -36,7 +36,7 @@ WORDINGS = (
     "Calculate {}. First each product, then the sums, without code.",
     "Answer in one short line, with the steps first, like 60 + 28 = 88: what is {}?",
 )
-CAPS = {2: 32, 3: 48, 4: 64, 5: 80, 6: 112, 7: 136, 8: 160}  # tokens for a level's answer
+CAPS = {2: 32, 3: 48, 4: 80, 5: 104, 6: 136, 7: 168, 8: 200}  # tokens for a level's answer
 
 
 def sum_of(level, rng):
