@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: MIT-0
-r"""Sums of two steps, then of three, four and five: does GRPO teach what was never right before?
+"""Sums of two steps, then of three, four and five: does GRPO teach what was never right before?
 
     python .experiments/scripts/ladder.py measure MODEL --level 4 --out before.jsonl
-    python .experiments/scripts/ladder.py train --task level-2 --lora 16 --output runs/2
-    python .experiments/scripts/ladder.py train --task level-3 --lora 16 --model runs/2 \
-        --output runs/3
+    python .experiments/scripts/ladder.py --task level-2 --lora 16 --output runs/2
+    python .experiments/scripts/ladder.py --task level-3 --lora 16 --model runs/2 --output runs/3
 
 `measure` draws many answers to each problem, saves all of them, and prints pass@k: of how many
-problems at least one of k answers is right. `train` is the demo with a task for each level, and
-with all that makes `faster_lora.py` fast. Both need a CPU with units for bfloat16.
+problems at least one of k answers is right. Without it, this is the demo with a task for each
+level, and with all that makes `faster_lora.py` fast. Both need a CPU with units for bfloat16.
 
 One number is so large that guessing does not help. `measure` also says how many problems one
 would hit with the 256 likeliest results of its level.
@@ -19,6 +18,7 @@ import json
 import random
 import sys
 from collections import Counter
+from math import comb
 from pathlib import Path
 
 import faster_lora
@@ -96,10 +96,7 @@ def share_by_guessing(level, guesses=256, draws=400_000):
 
 def pass_at(k, n, right):
     """The chance that k of the n answers, drawn without replacement, hold one of the right ones."""
-    missed = 1.0
-    for i in range(k):
-        missed *= max(0, n - right - i) / (n - i)
-    return 1 - missed
+    return 1 - comb(n - right, k) / comb(n, k)
 
 
 @torch.autocast("cpu", torch.bfloat16)
@@ -151,8 +148,7 @@ def show(lines):
 
 
 def main():
-    if sys.argv[1:2] == ["train"]:
-        del sys.argv[1]
+    if sys.argv[1:2] != ["measure"]:
         for level in CAPS:
             add_task(level)
         gsm8k_demo.main("level-2")
