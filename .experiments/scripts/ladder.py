@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: MIT-0
-"""Sums of two steps, then of three, four and five: does GRPO teach what was never right before?
+"""Sums of two terms, then of three, four and five: does GRPO teach what was never right before?
 
-    python .experiments/scripts/ladder.py measure MODEL --level 4 --out before.jsonl
-    python .experiments/scripts/ladder.py --task level-2 --lora 16 --output runs/2
+    python .experiments/scripts/faster_lora.py --task sums --lora 16 --output runs/1
+    python .experiments/scripts/ladder.py --task level-2 --lora 16 --model runs/1 --output runs/2
     python .experiments/scripts/ladder.py --task level-3 --lora 16 --model runs/2 --output runs/3
+    python .experiments/scripts/ladder.py measure runs/3 --level 3 --out after.jsonl
 
 `measure` draws many answers to each problem, saves all of them, and prints pass@k: of how many
-problems at least one of k answers is right. Without it, this is the demo with a task for each
-level, and with all that makes `faster_lora.py` fast. Both need a CPU with units for bfloat16.
+problems at least one of k answers is right. With `--samples 1 --temperature 0` it takes the
+likeliest answer. Without `measure`, this is the demo with a task for each level. Both use what
+makes `faster_lora.py` fast, and need a CPU with units for bfloat16.
 
-One number is so large that guessing does not help. `measure` also says how many problems one
-would hit with the 256 likeliest results of its level.
+One number is drawn from 9,000, so that 256 blind guesses hit at most 2.8 % of the problems.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from faster_lora import gsm8k_demo
 
 from grpo import grade, sample_groups
 
-# As the task asks, and five other ways. A control may find words with which it can do it already.
+# As the task asks, and five other ways, to see whether the untrained model can do it already.
 WORDINGS = (
     "Answer in one short line: what is {}?",
     "What is {}?",
@@ -36,18 +37,18 @@ WORDINGS = (
     "Calculate {}. First each product, then the sums, without code.",
     "Answer in one short line, with the steps first, like 60 + 28 = 88: what is {}?",
 )
-CAPS = {2: 32, 3: 48, 4: 80, 5: 104, 6: 136, 7: 168, 8: 200}  # tokens for a level's answer
+CAPS = {2: 32, 3: 48, 4: 80, 5: 104}  # tokens for a level's answer
 
 
 def sum_of(level, rng):
     """(the sum in words, its result): 35 times 8 plus 4127, and with each level a term more.
 
-    A product, a large number, a small one to take away; then by turns a product and a small one.
+    A product, a large number, a small one to take away, a product, and another one to take away.
     """
     parts = []
     result = 0
     for term in range(level):
-        if term in (0, 3, 5, 7):
+        if term in (0, 3):
             a = rng.randint(11, 39)
             m = rng.randint(2, 9)
             parts.append(f"plus {a} times {m}")
@@ -64,7 +65,7 @@ def sum_of(level, rng):
 
 
 def problems(level, part, n, wording=0):
-    """n rows of a level. Each part ("train", "test" or "new") has sums of its own."""
+    """n rows of a level. Each part ("train", "test" or "new") is drawn by a seed of its own."""
     rng = random.Random(f"{level} {part}")
     rows = []
     for _ in range(n):
@@ -87,13 +88,6 @@ def add_task(level):
     )
 
 
-def share_by_guessing(level, guesses=256, draws=400_000):
-    """The share of problems whose result is among the likeliest ones of the level."""
-    rng = random.Random(0)
-    results = Counter(sum_of(level, rng)[1] for _ in range(draws))
-    return sum(count for _, count in results.most_common(guesses)) / draws
-
-
 def pass_at(k, n, right):
     """The chance that k of the n answers, drawn without replacement, hold one of the right ones."""
     return 1 - comb(n - right, k) / comb(n, k)
@@ -105,6 +99,7 @@ def measure(args):
     cap = args.cap or CAPS[args.level]
     asked = {"model": args.model, "level": args.level, "part": args.part, "wording": args.wording}
     asked |= {"temperature": args.temperature, "samples": args.samples, "cap": cap}
+    asked |= {"seed": args.seed}
     rows = problems(args.level, args.part, args.problems, args.wording)
     done = [line for line in read_lines(args.out) if asked.items() <= line.items()]
     model, tokenizer = gsm8k_demo.load_model(args.model)
@@ -124,7 +119,7 @@ def measure(args):
             done.append(line)
             with open(args.out, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-    show(done)
+    show(done[: len(rows)])
 
 
 def read_lines(path):
@@ -138,7 +133,6 @@ def show(lines):
     cut_off = sum(line["cut_off"] for line in lines) / len(lines) / first["samples"]
     print(f"  at most {first['cap']} tokens ({cut_off:.1%} cut off)")
     print(f"  temperature {first['temperature']}, {first['samples']} answers to a problem")
-    print(f"  256 guesses would hit {share_by_guessing(first['level']):.1%} of the problems")
     for k in (1, 8, 64, 256):
         if k <= first["samples"]:
             shares = [pass_at(k, first["samples"], line["right"]) for line in lines]

@@ -8,10 +8,12 @@ group.svg      one group of eight answers of a real run, with rewards and advant
 mistakes.svg   the mean reward by step, of runs with one mistake each beside a healthy one
 collapse.svg   a run with a rate that is too high, beside one that is healthy
 pieces.svg     accuracy, KL and clip of seed 0 with and without them
+ladder.svg     problems of four terms with at least one right answer among k
 """
 
 import json
 import sys
+from math import comb
 from pathlib import Path
 
 import matplotlib
@@ -216,6 +218,31 @@ def pieces(untrained=0.07):
     save(figure, "pieces.svg")
 
 
+def ladder():
+    figure, axes = plt.subplots(figsize=(7, 3.2))
+    runs = (
+        ("after-seed-0", GREEN, "after the ladder, two seeds"),
+        ("after-seed-1", GREEN, None),
+        ("before-what-is", ORANGE, "untrained, asked only “What is …?”"),
+        ("before", RED, "untrained, and after 60 steps without the ladder"),
+    )
+    for name, colour, label in runs:
+        lines = read_jsonl(LOGS / "ladder" / f"{name}.jsonl")
+        n = lines[0]["samples"]
+        ks = [2**i for i in range(n.bit_length())]
+        percent = [
+            sum(100 - 100 * comb(n - line["right"], k) / comb(n, k) for line in lines) / len(lines)
+            for k in ks
+        ]
+        axes.plot(ks, percent, color=colour, linewidth=1.5, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set(xlim=(1, 256), ylim=(-1, 100), xlabel="answers to each problem")
+    axes.set_xticks([1, 4, 16, 64, 256], labels=["1", "4", "16", "64", "256"])
+    axes.set_ylabel("% of problems with a right one")
+    axes.legend(frameon=False, fontsize=9)
+    save(figure, "ladder.svg")
+
+
 if __name__ == "__main__":
-    for draw in (accuracy, group, mistakes, collapse, pieces):
+    for draw in (accuracy, group, mistakes, collapse, pieces, ladder):
         draw()
