@@ -223,8 +223,8 @@ def ladder():
     runs = (
         ("after-seed-0", GREEN, "after the ladder, two seeds"),
         ("after-seed-1", GREEN, None),
-        ("before-what-is", ORANGE, "untrained, asked only “What is …?”"),
-        ("before", RED, "untrained, and after 60 steps without the ladder"),
+        ("before-what-is", ORANGE, "untrained, asked only “What is …?” (16 problems)"),
+        ("before", RED, "untrained, and after 80 steps without the ladder"),
     )
     for name, colour, label in runs:
         lines = read_jsonl(LOGS / "ladder" / f"{name}.jsonl")
