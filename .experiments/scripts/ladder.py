@@ -28,7 +28,8 @@ from faster_lora import gsm8k_demo
 
 from grpo import grade, sample_groups
 
-# As the task asks, and five other ways, to see whether the untrained model can do it already.
+# As the task asks, and other ways, to see whether the untrained model can do it already. The last
+# two show how the trained model writes, the last one in EXAMPLES, as turns of a conversation.
 WORDINGS = (
     "Answer in one short line: what is {}?",
     "What is {}?",
@@ -36,7 +37,18 @@ WORDINGS = (
     "What is {}? Calculate step by step, each step in a short line, and end with the result.",
     "Calculate {}. First each product, then the sums, without code.",
     "Answer in one short line, with the steps first, like 60 + 28 = 88: what is {}?",
+    "Answer in one short line, like 14 * 9 + 2058 - 93 + 13 * 5 - 22 = 126 + 2058 - 93 + 65 - 22"
+    " = 2184 - 93 + 65 - 22 = 2091 + 65 - 22 = 2156 - 22 = 2134: what is {}?",
+    "Answer in one short line: what is {}?",
 )
+EXAMPLES = {
+    "14 times 9 plus 2058 minus 93 plus 13 times 5 minus 22": "14 * 9 + 2058 - 93 + 13 * 5 - 22"
+    " = 126 + 2058 - 93 + 65 - 22 = 2184 - 93 + 65 - 22 = 2091 + 65 - 22 = 2156 - 22 = 2134",
+    "31 times 4 plus 6207 minus 48 plus 26 times 3 minus 67": "31 * 4 + 6207 - 48 + 26 * 3 - 67"
+    " = 124 + 6207 - 48 + 78 - 67 = 6331 - 48 + 78 - 67 = 6283 + 78 - 67 = 6361 - 67 = 6294",
+    "17 times 6 plus 4519 minus 75 plus 38 times 2 minus 31": "17 * 6 + 4519 - 75 + 38 * 2 - 31"
+    " = 102 + 4519 - 75 + 76 - 31 = 4621 - 75 + 76 - 31 = 4546 + 76 - 31 = 4622 - 31 = 4591",
+}
 CAPS = {2: 32, 3: 48, 4: 80, 5: 104}  # tokens for a level's answer
 
 
@@ -70,9 +82,19 @@ def problems(level, part, n, wording=0):
     rows = []
     for _ in range(n):
         words, result = sum_of(level, rng)
-        question = WORDINGS[wording].format(words)
-        rows.append({"prompt": [{"role": "user", "content": question}], "answer": str(result)})
+        rows.append({"prompt": ask(words, wording), "answer": str(result)})
     return rows
+
+
+def ask(words, wording):
+    """The conversation that ends with the question."""
+    turns = []
+    if wording == 7:
+        for example, answer in EXAMPLES.items():
+            turns.append({"role": "user", "content": WORDINGS[wording].format(example)})
+            turns.append({"role": "assistant", "content": answer})
+    turns.append({"role": "user", "content": WORDINGS[wording].format(words)})
+    return turns
 
 
 def add_task(level):
@@ -112,7 +134,7 @@ def measure(args):
         for row, group in zip(batch, groups):
             rewards = grade(gsm8k_demo.sum_reward, group).tolist()
             answers = Counter(zip([c.text for c in group], rewards)).most_common()
-            line = {**asked, "prompt": row["prompt"][0]["content"], "answer": row["answer"]}
+            line = {**asked, "prompt": row["prompt"][-1]["content"], "answer": row["answer"]}
             line["right"] = int(sum(rewards))
             line["cut_off"] = sum(c.truncated for c in group)
             line["answers"] = [[text, reward, n] for (text, reward), n in answers]

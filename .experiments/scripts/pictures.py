@@ -8,7 +8,7 @@ group.svg      one group of eight answers of a real run, with rewards and advant
 mistakes.svg   the mean reward by step, of runs with one mistake each beside a healthy one
 collapse.svg   a run with a rate that is too high, beside one that is healthy
 pieces.svg     accuracy, KL and clip of seed 0 with and without them
-ladder.svg     problems of four terms with at least one right answer among k
+ladder.svg     sums of five terms with at least one right answer among k
 """
 
 import json
@@ -223,11 +223,11 @@ def ladder():
     runs = (
         ("after-seed-0", GREEN, "after the ladder, two seeds"),
         ("after-seed-1", GREEN, None),
-        ("before-what-is", ORANGE, "untrained, asked only “What is …?” (16 problems)"),
-        ("before", RED, "untrained, and after 80 steps without the ladder"),
+        ("before-what-is", ORANGE, "untrained, asked only “What is …?”"),
+        ("before", RED, "untrained, and after 100 steps without the ladder"),
     )
     for name, colour, label in runs:
-        lines = read_jsonl(LOGS / "ladder" / f"{name}.jsonl")
+        lines = read_jsonl(LOGS / "ladder" / f"level-5-{name}.jsonl")
         n = lines[0]["samples"]
         ks = [2**i for i in range(n.bit_length())]
         percent = [
