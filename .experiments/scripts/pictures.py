@@ -223,7 +223,6 @@ def ladder():
     runs = (
         ("after-seed-0", GREEN, "after the ladder, two seeds"),
         ("after-seed-1", GREEN, None),
-        ("before-what-is", ORANGE, "untrained, asked only “What is …?”"),
         ("before", RED, "untrained, and after 100 steps without the ladder"),
     )
     for name, colour, label in runs:
