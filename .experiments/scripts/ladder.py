@@ -4,7 +4,8 @@
     python .experiments/scripts/faster_lora.py --task sums --lora 16 --output runs/1
     python .experiments/scripts/ladder.py --task level-2 --lora 16 --model runs/1 --output runs/2
     python .experiments/scripts/ladder.py --task level-3 --lora 16 --model runs/2 --output runs/3
-    python .experiments/scripts/ladder.py measure runs/3 --level 3 --out after.jsonl
+    ... and so on, up to level-5
+    python .experiments/scripts/ladder.py measure runs/5 --level 5 --out after.jsonl
 
 `measure` draws many answers to each problem, saves all of them, and prints pass@k: of how many
 problems at least one of k answers is right. With `--samples 1 --temperature 0` it takes the
