@@ -19,39 +19,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import gsm8k_demo
 
 
-def gsm8k_from_a_folder():
-    """As gsm8k_demo.load_gsm8k, from the two files that GSM8K's repository has."""
-    parts = [
-        gsm8k_demo.read_jsonl(Path(os.environ["GSM8K"], f"{n}.jsonl")) for n in ("train", "test")
-    ]
-    return tuple([gsm8k_demo.gsm8k_row(row) for row in rows] for rows in parts)
+def gsm8k_from_a_folder(*names):
+    """As datasets.load_dataset, from the two files that GSM8K's repository has."""
+    folder = Path(os.environ["GSM8K"])
+    return {part: gsm8k_demo.read_jsonl(folder / f"{part}.jsonl") for part in ("train", "test")}
 
 
-def as_on_a_gpu(device):
-    """Then the frozen weights are kept in bfloat16, and autocast need not cast them per token."""
-    return True
+load_model = gsm8k_demo.load_model
 
 
-add_lora = gsm8k_demo.add_lora
-
-
-def add_lora_with_contiguous_head(model, rank, seed):
-    """With bfloat16 weights, PyTorch 2.13 copies the output matrix for each row, if the input of
-    the output layer is a slice. A contiguous copy of the slice avoids that."""
-    head = model.get_output_embeddings()
-    head.register_forward_pre_hook(make_contiguous)
-    return add_lora(model, rank, seed)
+def load_model_in_bfloat16(name):
+    """As on a GPU, where autocast need not cast the frozen weights for each token. LoRA's own
+    matrices, which come later, are float32."""
+    model, tokenizer = load_model(name)
+    model.get_output_embeddings().register_forward_pre_hook(make_contiguous)
+    for weight in model.parameters():
+        weight.data = weight.data.bfloat16()
+    return model, tokenizer
 
 
 def make_contiguous(module, inputs):
+    """With bfloat16 weights, PyTorch 2.13 copies the output matrix for each row, if the input of
+    the output layer is a slice. A contiguous copy of the slice avoids that."""
     return (inputs[0].contiguous(),)
 
 
 def multinomial(probs, num_samples):
     """Draw by inverting the sums of the probabilities: one random number for each row.
 
-    torch.multinomial needs one for each token of the vocabulary, and on a CPU this takes as long
-    as half of the model.
+    PyTorch's own needs one for each token of the vocabulary, and on a CPU this takes as long as
+    half of the model.
     """
     assert num_samples == 1
     sums = probs.cumsum(dim=-1, dtype=torch.float64)
@@ -59,14 +56,13 @@ def multinomial(probs, num_samples):
     return torch.searchsorted(sums, drawn, right=True).clamp(max=probs.shape[1] - 1)
 
 
-# Training and tests multiply in bfloat16, but the merge in between must not.
-in_bfloat16 = torch.autocast("cpu", torch.bfloat16)
-gsm8k_demo.train = in_bfloat16(gsm8k_demo.train)
-gsm8k_demo.evaluate = in_bfloat16(gsm8k_demo.evaluate)
-gsm8k_demo.multiplies_bfloat16 = as_on_a_gpu
-gsm8k_demo.add_lora = add_lora_with_contiguous_head
-torch.multinomial = multinomial
+# Training and tests multiply in bfloat16, but the merge after them must not. Each has a context of
+# its own, because one that is entered again, by a test while training, stays on in the end.
+gsm8k_demo.train = torch.autocast("cpu", torch.bfloat16)(gsm8k_demo.train)
+gsm8k_demo.evaluate = torch.autocast("cpu", torch.bfloat16)(gsm8k_demo.evaluate)
+gsm8k_demo.load_model = load_model_in_bfloat16
+torch.multinomial = torch.Tensor.multinomial = multinomial  # whichever the sampler calls
 if "GSM8K" in os.environ:
-    gsm8k_demo.TASKS["gsm8k"].load = gsm8k_from_a_folder
+    gsm8k_demo.load_dataset = gsm8k_from_a_folder
 if __name__ == "__main__":
     gsm8k_demo.main()

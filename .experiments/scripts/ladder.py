@@ -125,7 +125,7 @@ def measure(args):
     asked |= {"seed": args.seed}
     rows = problems(args.level, args.part, args.problems, args.wording)
     done = [line for line in read_lines(args.out) if asked.items() <= line.items()]
-    model, tokenizer = gsm8k_demo.load_model(args.model)
+    model, tokenizer = faster_lora.load_model(args.model)  # in float32
     model.get_output_embeddings().register_forward_pre_hook(faster_lora.make_contiguous)
     at_once = max(1, 256 // args.samples)
     for i in range(len(done), len(rows), at_once):

@@ -52,7 +52,7 @@ def steps():
         "sampler_gap": lambda row: f"{row['sampler_gap']:.1e}",
         "grad_norm": lambda row: f"{row['grad_norm']:.2f}",
         "rate": lambda row: f"{row['learning_rate']:.1e}",
-        "seconds": lambda row: f"{row['sample_seconds'] + row['update_seconds']:.0f}",
+        "seconds": lambda row: f"{row['seconds']:.0f}",
     }
     print("\n" + "  ".join(f"{name:>7}" for name in columns))
     for row in rows("metrics.jsonl"):

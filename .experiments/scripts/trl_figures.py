@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: MIT-0
-"""The loss and its gradient by TRL's own code: the figures in `test_the_loss_is_that_of_trl`.
+"""The loss and its gradient by TRL's own code: the figures in test_grpo.py.
 
     python .experiments/scripts/trl_figures.py        with TRL 1.16 installed
 
-It calls GRPOTrainer._compute_loss on the completions of test_grpo.py. The trainer is an object with
-only the fields that this method reads.
+It calls GRPOTrainer._compute_loss. The trainer is an object with only the fields that this method
+reads.
 """
 
-import sys
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from trl import GRPOConfig, GRPOTrainer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from test_grpo import some_completions
 
 MAX_LENGTH = 7  # for dr_grpo
 SETTINGS = {
@@ -28,6 +23,24 @@ SETTINGS = {
     "GSPO": {"importance_sampling_level": "sequence", "epsilon": 0.1, "beta": 0.3},
     "GSPO over tokens": {"importance_sampling_level": "sequence", "loss_type": "dapo"},
 }
+
+
+def some_completions():
+    """Six completions, of which one is empty. test_grpo.py has the same numbers.
+
+    They are sines of squares. TRL multiplies by its mask, so what stands behind it must be a
+    number, and here it is 0.
+    """
+    noise = (torch.arange(120, dtype=torch.float64) ** 2).sin().view(4, 6, 5)
+    mask = torch.arange(5) < torch.tensor([[5], [1], [0], [3], [4], [2]])  # (6, 5)
+    logprobs, old, ref = (0.4 * noise[:3] - 2).masked_fill(~mask, 0.0)
+    return {
+        "logprobs": logprobs,
+        "old_logprobs": old,
+        "ref_logprobs": ref,
+        "advantages": noise[3, :, 0],
+        "mask": mask,
+    }
 
 
 def trl_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, **settings):
@@ -73,8 +86,7 @@ def trl_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, **settings)
 
 def main():
     for name, settings in SETTINGS.items():
-        # TRL multiplies by its mask, so what stands behind it must be a number.
-        given = some_completions(padding=0.0)
+        given = some_completions()
         given["logprobs"].requires_grad_()
         loss = trl_loss(**given, **settings)
         [slopes] = torch.autograd.grad(loss, given["logprobs"])
