@@ -3,8 +3,9 @@
 
     python .experiments/scripts/report.py RUN SCREEN
 
-RUN is the run's folder, and SCREEN a file with what stood on the screen. The machine, the time and
-the memory are in neither: they were written above by hand, from `/usr/bin/time -v`.
+RUN is the folder of a run of version eleven or newer, and SCREEN a file with what stood on the
+screen. The machine, the time and the memory are in neither: they were written above by hand, from
+`/usr/bin/time -v`.
 """
 
 import json

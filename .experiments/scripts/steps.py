@@ -27,8 +27,8 @@ def value(text):
 
 
 def steps(text, result):
-    """For each step of the first line, whether it is right."""
-    right = []
+    """For each step of the first line, how far it is off: 0 is right."""
+    off = []
     before = result
     for i, part in enumerate(text.split("\n")[0].split("=")):
         now = value(part)
@@ -36,18 +36,34 @@ def steps(text, result):
             break
         copied = i == 0 and "*" in part and now == result
         if not copied:
-            right.append(now == before)
+            off.append(abs(now - before))
         before = now
-    return right
+    return off
 
 
-asked = (("untrained", 7), ("seed 0, after level 5", 0), ("seed 1, after level 5", 0))
-lines = [json.loads(line) for line in LOG.read_text(encoding="utf-8").splitlines()]
-for model, wording in asked:
-    right = []
-    for line in lines:
-        if (line["model"], line["wording"], line["level"]) != (model, wording, 5):
-            continue
-        if line["part"] == "test":
-            right += steps(line["answers"][0][0], int(line["answer"]))
-    print(f"{model}, wording {wording}: {sum(right)} of {len(right)} steps are right")
+def main():
+    asked = (("untrained", 7), ("seed 0, after level 5", 0), ("seed 1, after level 5", 0))
+    lines = [json.loads(line) for line in LOG.read_text(encoding="utf-8").splitlines()]
+    wrong = []  # for each wrong answer of the trained models, its steps
+    for model, wording in asked:
+        all_steps = []
+        for line in lines:
+            if (line["model"], line["wording"], line["level"]) != (model, wording, 5):
+                continue
+            if line["part"] == "test":
+                off = steps(line["answers"][0][0], int(line["answer"]))
+                all_steps += off
+                if wording == 0 and not line["right"]:
+                    wrong.append([n for n in off if n != 0])
+        right = all_steps.count(0)
+        print(f"{model}, wording {wording}: {right} of {len(all_steps)} steps are right")
+
+    single = sum(len(off) == 1 for off in wrong)
+    # 6684 + 72 = 6856 is off by 100. So is 6900 in place of 7000: only one digit was not carried.
+    one_digit = sum(len(str(off[0]).rstrip("0")) == 1 for off in wrong if off)
+    print(f"Of the {len(wrong)} wrong answers of the trained models, {single} have one wrong step,")
+    print(f"and in {one_digit}, the first wrong step is off by one digit in one place.")
+
+
+if __name__ == "__main__":
+    main()
