@@ -3,12 +3,13 @@
 
 python .experiments/scripts/pictures.py        with matplotlib installed
 
-accuracy.svg   right answers to the held-out sums, by step: in full, and with LoRA
-group.svg      one group of eight answers of a real run, with rewards and advantages
-mistakes.svg   the mean reward by step, of runs with one mistake each beside a healthy one
-collapse.svg   a run with a rate that is too high, beside one that is healthy
-pieces.svg     accuracy, KL and clip of seed 0 with and without them
-ladder.svg     sums of five terms with at least one right answer among k
+accuracy.svg      right answers to the held-out sums, by step: in full, and with LoRA
+group.svg         one group of eight answers of a real run, with rewards and advantages
+mistakes.svg      the mean reward by step, of runs with one mistake each beside a healthy one
+collapse.svg      a run with a rate that is too high, beside one that is healthy
+pieces.svg        accuracy, KL and clip of seed 0 with and without them
+ladder.svg        sums of five terms with at least one right answer among k
+what_matters.svg  the mean reward of the rehearsal, by setting
 """
 
 import json
@@ -22,6 +23,8 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from what_matters import RESULTS, best_of, is_default, mean, read_rows, results
+
 from gsm8k_demo import read_jsonl
 
 LOGS = Path(__file__).resolve().parents[1]
@@ -242,6 +245,65 @@ def ladder():
     save(figure, "ladder.svg")
 
 
+def what_matters(lowest=1.1, highest=1.45):
+    knobs = results(read_rows(RESULTS))
+    figure, axes = plt.subplots(figsize=(7, 0.55 * len(knobs)))
+    figure.subplots_adjust(left=0, right=1)
+    axes.axis("off")
+    axes.set(xlim=(-1, 4.6), ylim=(len(knobs) - 0.5, -1.2))
+    words = "mean reward of 40 steps, at most 1.5; a dot for each seed"
+    axes.text(-1, -1.1, words, fontsize=10)
+    words = "(relatives, std and baseline: each at the best of three rates)"
+    axes.text(-1, -0.75, words, fontsize=9)
+    points = {BLUE: [], GREEN: [], GREY: [], RED: []}
+
+    def height(row, reward):
+        """Where a reward stands in its row. All that are below the lowest stand at its foot."""
+        return row + 0.35 - 0.6 * (max(reward, lowest) - lowest) / (highest - lowest)
+
+    for row, (knob, values) in enumerate(knobs.items()):
+        rates = {value: best_of(runs) for value, runs in values.items()}
+        rewards = {
+            value: [run["mean_reward"] for run in runs[rates[value]]]
+            for value, runs in values.items()
+        }
+        # Where a row is without the default, its first value takes its place.
+        beside = next((value for value in values if is_default(knob, value)), next(iter(values)))
+        low = min(rewards[beside])
+        high = max(rewards[beside])
+        top = height(row, high)
+        axes.barh(top, 5, height(row, low) - top, left=-0.4, align="edge", color=GREY, alpha=0.25)
+        axes.text(-1, row, knob.replace(", ", ",\n"), va="center", fontsize=9)
+        for column, (value, seeds) in enumerate(rewards.items()):
+            colour = GREY
+            if value == beside:
+                colour = BLUE
+            elif mean(seeds) > high:
+                colour = GREEN
+            elif mean(seeds) < low:
+                colour = RED
+            for i, reward in enumerate(seeds):
+                points[colour].append((column - 0.3 + 0.1 * i, height(row, reward)))
+            rate = "" if rates[value] in ("", "x 1") else f", {rates[value]}"
+            words = f"{value}{rate}: {mean(seeds):.2f}"
+            axes.text(column - 0.35, row - 0.33, words, color=colour, fontsize=8)
+    labels = ("default, or first of a row", "above its seeds", "among its seeds", "below them")
+    for (colour, places), label in zip(points.items(), labels):
+        xs = [x for x, y in places]
+        ys = [y for x, y in places]
+        axes.plot(xs, ys, "o", color=colour, markersize=3, clip_on=False, label=label)
+    axes.legend(
+        frameon=False,
+        ncol=4,
+        fontsize=9,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0.01),
+        columnspacing=1.2,
+        handletextpad=0.1,
+    )
+    save(figure, "what_matters.svg")
+
+
 if __name__ == "__main__":
-    for draw in (accuracy, group, mistakes, collapse, pieces, ladder):
+    for draw in (accuracy, group, mistakes, collapse, pieces, ladder, what_matters):
         draw()
