@@ -245,62 +245,44 @@ def ladder():
     save(figure, "ladder.svg")
 
 
-def what_matters(lowest=1.1, highest=1.45):
+def what_matters(lowest=0.9):
+    """A line for each value, with a dot for each seed. What is lower stands at the edge."""
     knobs = results(read_rows(RESULTS))
-    figure, axes = plt.subplots(figsize=(7, 0.55 * len(knobs)))
-    figure.subplots_adjust(left=0, right=1)
-    axes.axis("off")
-    axes.set(xlim=(-1, 4.6), ylim=(len(knobs) - 0.5, -1.2))
-    words = "mean reward of 40 steps, at most 1.5; a dot for each seed"
-    axes.text(-1, -1.1, words, fontsize=10)
-    words = "(relatives, std and baseline: each at the best of three rates)"
-    axes.text(-1, -0.75, words, fontsize=9)
-    points = {BLUE: [], GREEN: [], GREY: [], RED: []}
-
-    def height(row, reward):
-        """Where a reward stands in its row. All that are below the lowest stand at its foot."""
-        return row + 0.35 - 0.6 * (max(reward, lowest) - lowest) / (highest - lowest)
-
-    for row, (knob, values) in enumerate(knobs.items()):
-        rates = {value: best_of(runs) for value, runs in values.items()}
-        rewards = {
-            value: [run["mean_reward"] for run in runs[rates[value]]]
-            for value, runs in values.items()
-        }
-        # Where a row is without the default, its first value takes its place.
-        beside = next((value for value in values if is_default(knob, value)), next(iter(values)))
-        low = min(rewards[beside])
-        high = max(rewards[beside])
-        top = height(row, high)
-        axes.barh(top, 5, height(row, low) - top, left=-0.4, align="edge", color=GREY, alpha=0.25)
-        axes.text(-1, row, knob.replace(", ", ",\n"), va="center", fontsize=9)
-        for column, (value, seeds) in enumerate(rewards.items()):
-            colour = GREY
-            if value == beside:
-                colour = BLUE
-            elif mean(seeds) > high:
-                colour = GREEN
-            elif mean(seeds) < low:
-                colour = RED
-            for i, reward in enumerate(seeds):
-                points[colour].append((column - 0.3 + 0.1 * i, height(row, reward)))
-            rate = "" if rates[value] in ("", "x 1") else f", {rates[value]}"
-            words = f"{value}{rate}: {mean(seeds):.2f}"
-            axes.text(column - 0.35, row - 0.33, words, color=colour, fontsize=8)
-    labels = ("default, or first of a row", "above its seeds", "among its seeds", "below them")
-    for (colour, places), label in zip(points.items(), labels):
-        xs = [x for x, y in places]
-        ys = [y for x, y in places]
-        axes.plot(xs, ys, "o", color=colour, markersize=3, clip_on=False, label=label)
-    axes.legend(
-        frameon=False,
-        ncol=4,
-        fontsize=9,
-        loc="upper center",
-        bbox_to_anchor=(0.5, 0.01),
-        columnspacing=1.2,
-        handletextpad=0.1,
+    default = [run["mean_reward"] for run in knobs["rate"]["x 1"][""]]
+    names = {"relatives": "relatives, one update", "beta": "β"}
+    panels = (
+        ("rate", "updates", "updates, no clip", "relatives", "relatives, two updates"),
+        ("group size", "prompts", "beta", "temperature", "warm-up", "baseline"),
     )
+    figure, columns = plt.subplots(1, 2, figsize=(8, 5))
+    figure.subplots_adjust(wspace=0.5)
+    for axes, shown in zip(columns, panels):
+        row = 0
+        axes.axvspan(min(default), max(default), color=GREY, alpha=0.2, linewidth=0)
+        for knob in shown:
+            axes.text(lowest - 0.17, row, names.get(knob, knob), fontsize=9, va="center")
+            for value, runs in knobs[knob].items():
+                row += 1
+                seeds = [run["mean_reward"] for run in runs[best_of(runs)]]
+                colour = GREY
+                if is_default(knob, value):
+                    colour = BLUE
+                elif mean(seeds) > max(default):
+                    colour = GREEN
+                elif mean(seeds) < min(default):
+                    colour = RED
+                heights = [row + 0.12 * (i - 2) for i in range(len(seeds))]
+                rewards = [max(lowest, reward) for reward in seeds]
+                axes.plot(rewards, heights, "o", color=colour, markersize=2.5, clip_on=False)
+                axes.text(
+                    lowest - 0.03, row, value, fontsize=8, color=colour, ha="right", va="center"
+                )
+                axes.text(1.47, row, f"{mean(seeds):.2f}", fontsize=8, color=colour, va="center")
+            row += 1.4
+        axes.set(xlim=(lowest, 1.45), ylim=(31, -0.7), xlabel="mean reward of 40 steps")
+        axes.set_xticks([0.9, 1.1, 1.3])
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
     save(figure, "what_matters.svg")
 
 
