@@ -245,10 +245,18 @@ def ladder():
     save(figure, "ladder.svg")
 
 
-def what_matters(lowest=0.9):
-    """A line for each value, with a dot for each seed. What is lower stands at the edge."""
+def what_matters(lowest=-0.2):
+    """A row for each value, with a dot for each seed: its mean reward minus the default's."""
     knobs = results(read_rows(RESULTS))
     default = [run["mean_reward"] for run in knobs["rate"]["x 1"][""]]
+
+    def differences(knob, value):
+        """Of all seeds, at the best rate."""
+        runs = knobs[knob][value]
+        rewards = [run["mean_reward"] for run in runs[best_of(runs)]]
+        return [reward - usual for reward, usual in zip(rewards, default, strict=True)]
+
+    luck = differences("chance", "other draws")
     names = {"relatives": "relatives, one update", "beta": "β"}
     panels = (
         ("rate", "updates", "updates, no clip", "relatives", "relatives, two updates"),
@@ -258,29 +266,29 @@ def what_matters(lowest=0.9):
     figure.subplots_adjust(wspace=0.5)
     for axes, shown in zip(columns, panels):
         row = 0
-        axes.axvspan(min(default), max(default), color=GREY, alpha=0.2, linewidth=0)
+        axes.axvspan(min(luck), max(luck), color=GREY, alpha=0.25, linewidth=0)
         for knob in shown:
-            axes.text(lowest - 0.17, row, names.get(knob, knob), fontsize=9, va="center")
-            for value, runs in knobs[knob].items():
+            axes.text(lowest - 0.085, row, names.get(knob, knob), fontsize=9, va="center")
+            for value in knobs[knob]:
                 row += 1
-                seeds = [run["mean_reward"] for run in runs[best_of(runs)]]
+                seeds = differences(knob, value)
                 colour = GREY
                 if is_default(knob, value):
                     colour = BLUE
-                elif mean(seeds) > max(default):
+                elif min(seeds) > 0:
                     colour = GREEN
-                elif mean(seeds) < min(default):
+                elif max(seeds) < 0:
                     colour = RED
-                heights = [row + 0.12 * (i - 2) for i in range(len(seeds))]
-                rewards = [max(lowest, reward) for reward in seeds]
-                axes.plot(rewards, heights, "o", color=colour, markersize=2.5, clip_on=False)
-                axes.text(
-                    lowest - 0.03, row, value, fontsize=8, color=colour, ha="right", va="center"
-                )
-                axes.text(1.47, row, f"{mean(seeds):.2f}", fontsize=8, color=colour, va="center")
+                style = {"color": colour, "fontsize": 8, "va": "center"}
+                axes.text(lowest - 0.015, row, value, ha="right", **style)
+                axes.text(0.07, row, f"{mean(default) + mean(seeds):.2f}", **style)
+                for i, difference in enumerate(seeds):
+                    shape = "o" if difference >= lowest else "<"
+                    place = [max(lowest, difference)], [row + 0.12 * (i - 2)]
+                    axes.plot(*place, shape, color=colour, markersize=2.5, clip_on=False)
             row += 1.4
-        axes.set(xlim=(lowest, 1.45), ylim=(31, -0.7), xlabel="mean reward of 40 steps")
-        axes.set_xticks([0.9, 1.1, 1.3])
+        axes.set(xlim=(lowest, 0.06), ylim=(31, -0.7), xlabel="mean reward minus the default's")
+        axes.set_xticks([-0.2, -0.1, 0])
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
     save(figure, "what_matters.svg")
