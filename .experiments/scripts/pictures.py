@@ -257,7 +257,12 @@ def what_matters(lowest=-0.2):
         return [reward - usual for reward, usual in zip(rewards, default, strict=True)]
 
     luck = differences("chance", "other draws")
-    names = {"relatives": "relatives, one update", "beta": "β"}
+    names = {
+        "relatives": "relatives, one update",
+        "group size": "group size, 128 answers",
+        "prompts": "prompts of 8 answers",
+        "beta": "β",
+    }
     panels = (
         ("rate", "updates", "updates, no clip", "relatives", "relatives, two updates"),
         ("group size", "prompts", "beta", "temperature", "warm-up", "baseline"),
