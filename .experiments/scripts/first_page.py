@@ -20,11 +20,12 @@ import grpo
 
 
 def program(model):
-    """The lines of the page that are indented, from the imports to the print."""
-    _, _, page = grpo.__doc__.partition("For instance:\n")
-    page, _, _ = page.partition("\nDoes it work?")
-    lines = [line for line in page.splitlines() if line.startswith("    ") or not line]
-    return re.sub('name = ".*"', f"name = {model!r}", textwrap.dedent("\n".join(lines)))
+    """The lines of the page from the imports to the print, with another model."""
+    _, start, page = grpo.__doc__.partition("    import copy")
+    page, end, _ = page.partition("print(step")
+    last_line = grpo.__doc__.partition(end)[2].partition("\n")[0]
+    lines = textwrap.dedent(start + page + end + last_line)
+    return re.sub('name = ".*"', f"name = {model!r}", lines)
 
 
 def ask(model, names):
