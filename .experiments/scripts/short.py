@@ -6,7 +6,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from gsm8k_demo import TASKS, Task, main
 
-WORDS = "rain money gravity music sleep glass bread light water fire stone wood".split()
+WORDS = ["rain", "money", "gravity", "music", "sleep", "glass"]
+WORDS += ["bread", "light", "water", "fire", "stone", "wood"]
 
 
 def load():
