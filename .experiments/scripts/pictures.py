@@ -238,7 +238,8 @@ def ladder():
         ]
         axes.plot(ks, percent, color=colour, linewidth=1.5, label=label)
     axes.set_xscale("log", base=2)
-    axes.set(xlim=(1, 256), ylim=(-1, 100), xlabel="answers to each problem")
+    axes.text(17, 52, "16 answers each were drawn", color=GREEN, fontsize=9)
+    axes.set(xlim=(1, 256), ylim=(-1, 100), xlabel="answers that are drawn to each problem")
     axes.set_xticks([1, 4, 16, 64, 256], labels=["1", "4", "16", "64", "256"])
     axes.set_ylabel("% of problems with a right one")
     axes.legend(frameon=False, fontsize=9)
@@ -284,13 +285,16 @@ def what_matters(lowest=-0.2):
                     colour = GREEN
                 elif max(seeds) < 0:
                     colour = RED
-                style = {"color": colour, "fontsize": 8, "va": "center"}
+                style = {"color": colour, "fontsize": 9, "va": "center"}
                 axes.text(lowest - 0.015, row, value, ha="right", **style)
                 axes.text(0.07, row, f"{mean(default) + mean(seeds):.2f}", **style)
+                if min(seeds) < lowest:
+                    furthest = f"← \N{MINUS SIGN}{-min(seeds):.2f}"
+                    axes.text(lowest - 0.005, row, furthest, **style)
                 for i, difference in enumerate(seeds):
-                    shape = "o" if difference >= lowest else "<"
-                    place = [max(lowest, difference)], [row + 0.12 * (i - 2)]
-                    axes.plot(*place, shape, color=colour, markersize=2.5, clip_on=False)
+                    if difference >= lowest:
+                        place = [difference], [row + 0.12 * (i - 2)]
+                        axes.plot(*place, "o", color=colour, markersize=2.5, clip_on=False)
             row += 1.4
         axes.set(xlim=(lowest, 0.06), ylim=(31, -0.7), xlabel="mean reward minus the default's")
         axes.set_xticks([-0.2, -0.1, 0])
