@@ -2,7 +2,7 @@
 """`gsm8k_demo.py --task sums --lora 16`, and the same with TRL's GRPOTrainer, by turns.
 
     pip install trl==1.16 peft
-    python .experiments/scripts/sums_trl.py MODEL SEED [SEED ...]
+    python .experiments/scripts/sums_trl.py MODEL STEPS SEED [SEED ...]
 
 MODEL is the name or the folder of Qwen2.5-Coder-0.5B-Instruct. Each run is a process of its own,
 and adds a line: seconds of each step, how much of them is sampling, memory at the peak, rewards,
@@ -29,20 +29,21 @@ RESULTS = Path(__file__).resolve().parents[1] / "quick" / "trl.jsonl"
 SETTINGS = {**demo.TASKS["sums"].settings, **demo.LORA_SETTINGS}
 
 
-def our_config(seed):
+def our_config(steps, seed):
     names = GRPOConfig.__dataclass_fields__
-    return GRPOConfig(**{k: v for k, v in SETTINGS.items() if k in names}, seed=seed)
+    settings = {name: value for name, value in SETTINGS.items() if name in names}
+    return GRPOConfig(**{**settings, "steps": steps, "seed": seed})
 
 
-def train_ours(model, tokenizer, rows, seed):
+def train_ours(model, tokenizer, rows, steps, seed):
     """Seconds of each step, seconds of sampling in it, and rewards."""
     model = demo.add_lora(model, 16, seed)
-    history = train(model, tokenizer, rows, demo.sum_reward, our_config(seed))
+    history = train(model, tokenizer, rows, demo.sum_reward, our_config(steps, seed))
     columns = ("seconds", "sample_seconds", "reward_mean")
     return model, [[metrics[name] for metrics in history] for name in columns]
 
 
-def train_trl(model, tokenizer, rows, seed):
+def train_trl(model, tokenizer, rows, steps, seed):
     """The same with TRL."""
     import trl
     from datasets import Dataset
@@ -69,7 +70,7 @@ def train_trl(model, tokenizer, rows, seed):
             sampling.append(time.perf_counter() - started)
             return result
 
-    config = our_config(seed)
+    config = our_config(steps, seed)
     args = trl.GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         use_cpu=True,
@@ -102,11 +103,11 @@ def train_trl(model, tokenizer, rows, seed):
     return trainer.model, [seconds, sampling, rewards]
 
 
-def one_run(name, seed, who):
+def one_run(name, steps, seed, who):
     rows, test_data = demo.load_sums()
     model, tokenizer = demo.load_model(name)
     started = time.perf_counter()
-    trained = {"ours": train_ours, "trl": train_trl}[who](model, tokenizer, rows, seed)
+    trained = {"ours": train_ours, "trl": train_trl}[who](model, tokenizer, rows, steps, seed)
     model, (seconds, sampling, rewards) = trained
     minutes = (time.perf_counter() - started) / 60
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -126,12 +127,12 @@ def one_run(name, seed, who):
 
 if __name__ == "__main__":
     if sys.argv[-1] in ("ours", "trl"):
-        print(json.dumps(one_run(sys.argv[1], int(sys.argv[2]), sys.argv[3])))
+        print(json.dumps(one_run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])))
     else:
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        for seed in sys.argv[2:]:
+        for seed in sys.argv[3:]:
             for who in ("trl", "ours"):
-                command = [sys.executable, __file__, sys.argv[1], seed, who]
+                command = [sys.executable, __file__, *sys.argv[1:3], seed, who]
                 done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
                 line = done.stdout.splitlines()[-1]
                 print(line, flush=True)
