@@ -46,10 +46,11 @@ def setting(steps, prompts, warmup, rate):
 
 
 TRIES = [  # the most wanted come first
+    setting(6, 8, 1, 2e-4),
     setting(5, 12, 2, 1e-4),
     setting(5, 12, 2, 2e-4),
-    setting(6, 8, 1, 2e-4),
     setting(8, 6, 2, 1e-4),
+    setting(8, 6, 1, 2e-4),
     setting(6, 6, 3, 1e-4),
     setting(10, 6, 4, 1e-4),
     setting(4, 12, 1, 2e-4),
