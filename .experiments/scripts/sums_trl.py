@@ -50,7 +50,9 @@ def train_trl(model, tokenizer, rows, steps, seed):
     from peft import LoraConfig
     from transformers import TrainerCallback
 
-    seconds, sampling, rewards = [], [], []
+    seconds = []
+    sampling = []
+    rewards = []
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *given, **more):
