@@ -76,14 +76,20 @@ def accuracy(untrained=0.07, told=0.76):
         va="center",
         fontsize=9,
     )
+    label = "LoRA, 8 steps (5 seeds)"
+    for row in read_jsonl(LOGS / "quick" / "seeds.jsonl"):
+        percent = [row["before"], row["step-4"], row["after"]]
+        style = {"color": GREEN, "linewidth": 2, "marker": "o", "markersize": 4, "label": label}
+        axes.plot([0, 4, 8], percent, **style, zorder=3, clip_on=False)
+        label = None  # one entry in the legend for all seeds
     for folder, colour, label in (
-        ("lora", GREEN, "LoRA (3 seeds, one update a step)"),
-        ("sums", BLUE, "all weights (3 seeds, two updates)"),
+        ("lora", ORANGE, "LoRA, 20 steps (3 seeds)"),
+        ("sums", BLUE, "all weights, 20 steps (3 seeds)"),
     ):
         for path in sorted((LOGS / folder).glob("seed-*.jsonl")):
             steps, percent = accuracy_by_step(read_jsonl(path), untrained)
-            axes.plot(steps, percent, color=colour, linewidth=1.5, alpha=0.8, label=label)
-            label = None  # one entry in the legend for three seeds
+            axes.plot(steps, percent, color=colour, linewidth=1, alpha=0.7, label=label)
+            label = None
     axes.text(0.3, 105, "what is 35 times 8 plus 27?", fontsize=11)
     axes.text(0.3, 37, "270", family="monospace", fontsize=13, color=RED)
     axes.plot([0.05, 0.5], [9, 34], color=RED, linewidth=0.8)
