@@ -5,8 +5,9 @@
     GSM8K=DIR python .experiments/scripts/faster_lora.py --task gsm8k --lora 16 --model FOLDER
 
 With GSM8K=DIR, the problems come from DIR/train.jsonl and DIR/test.jsonl and not from the hub. The
-policy is rounded to bfloat16, and its tokens are drawn by other random numbers, though from the
-same distribution. So no figure is that of a run without this script, but the method is the same.
+policy is rounded to bfloat16, its tokens are drawn by other random numbers, though from the same
+distribution, and the update reads a prompt once for all of its completions. So no figure is that of
+a run without this script, but the method is the same.
 """
 
 import os
@@ -16,7 +17,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import grpo
 import gsm8k_demo
+from grpo import forward, pad_rows
 
 
 def gsm8k_from_a_folder(*names):
@@ -56,11 +59,32 @@ def multinomial(probs, num_samples):
     return torch.searchsorted(sums, drawn, right=True).clamp(max=probs.shape[1] - 1)
 
 
+def compute_logprobs(model, completions, temperature=1.0):
+    """As grpo.compute_logprobs, but each prompt is read once, and not for each of its completions.
+
+    The last token of a prompt is read with each completion, whose first token it predicts.
+    """
+    prompts = sorted({tuple(c.prompt_ids) for c in completions})
+    prompt_of = [prompts.index(tuple(c.prompt_ids)) for c in completions]
+    prompt_ids, prompt_mask = pad_rows(prompts, "left", model.device)  # (m, P)
+    ids, mask = pad_rows([c.ids for c in completions], "right", model.device)  # (n, T)
+    begin = forward(
+        model, prompt_ids[:, :-1], prompt_mask[:, :-1], use_cache=True, logits_to_keep=1
+    )
+    begin.cache.reorder_cache(torch.tensor(prompt_of, device=model.device))
+    inputs = torch.cat([prompt_ids[prompt_of, -1:], ids[:, :-1]], dim=1)  # (n, T)
+    seen = torch.cat([prompt_mask[prompt_of], mask[:, :-1]], dim=1)  # (n, P + T - 1)
+    logits = forward(model, inputs, seen, use_cache=True, cache=begin.cache).logits  # (n, T, V)
+    logprobs = (logits.float() / temperature).log_softmax(dim=-1)
+    return logprobs.gather(-1, ids.unsqueeze(-1)).squeeze(-1), mask
+
+
 # Training and tests multiply in bfloat16, but the merge after them must not. Each has a context of
 # its own, because one that is entered again, by a test while training, stays on in the end.
 gsm8k_demo.train = torch.autocast("cpu", torch.bfloat16)(gsm8k_demo.train)
 gsm8k_demo.evaluate = torch.autocast("cpu", torch.bfloat16)(gsm8k_demo.evaluate)
 gsm8k_demo.load_model = load_model_in_bfloat16
+grpo.compute_logprobs = compute_logprobs
 torch.multinomial = torch.Tensor.multinomial = multinomial  # whichever the sampler calls
 if "GSM8K" in os.environ:
     gsm8k_demo.load_dataset = gsm8k_from_a_folder

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: MIT-0
 """Sums of two terms, then of three, four and five: does GRPO teach what was never right before?
 
-    python .experiments/scripts/faster_lora.py --task sums --lora 16 --output runs/1
-    python .experiments/scripts/ladder.py --task level-2 --lora 16 --model runs/1 --output runs/2
-    python .experiments/scripts/ladder.py --task level-3 --lora 16 --model runs/2 --output runs/3
-    ... and so on, up to level-5
-    python .experiments/scripts/ladder.py measure runs/5 --level 5 --out after.jsonl
+    python .experiments/scripts/ladder.py MODEL                     climb, with seed 0
+    python .experiments/scripts/ladder.py MODEL --seed 1 --output runs/ladder-1
+    python .experiments/scripts/ladder.py MODEL --rungs mixed       a control: all levels at once
+    python .experiments/scripts/ladder.py MODEL --rungs top         another: the top alone
+    python .experiments/scripts/measure.py runs/ladder/model --level 5 --samples 16
 
-`measure` draws many answers to each problem, saves all of them, and prints pass@k: of how many
-problems at least one of k answers is right. With `--samples 1 --temperature 0` it takes the
-likeliest answer. Without `measure`, this is the demo with a task for each level. Both use what
-makes `faster_lora.py` fast, and need a CPU with units for bfloat16.
+MODEL is the name or the folder of Qwen2.5-Coder-0.5B-Instruct. LoRA's matrices and the optimizer
+go from rung to rung as they are. The next rung begins when the mean reward of two steps has reached
+ENOUGH, or after a number of steps, and the last one gets all steps that are left. If it is stopped,
+the same command goes on after its last step. It uses what makes `faster_lora.py` fast, and needs a
+CPU with units for bfloat16.
 
 One number is drawn from 9,000, so that 256 blind guesses hit at most 2.8 % of the problems.
 """
@@ -18,45 +19,48 @@ One number is drawn from 9,000, so that 256 blind guesses hit at most 2.8 % of t
 import argparse
 import json
 import random
+import shlex
 import sys
-from collections import Counter
-from math import comb
+from contextlib import suppress
 from pathlib import Path
+from statistics import mean
 
-import faster_lora
 import torch
-from faster_lora import gsm8k_demo
+from faster_lora import gsm8k_demo as demo
 
-from grpo import grade, sample_groups
+from grpo import GRPOConfig
 
-# As the task asks, and other ways, to see whether the untrained model can do it already. The last
-# two show how the trained model writes, the last one in EXAMPLES, as turns of a conversation.
-WORDINGS = (
-    "Answer in one short line: what is {}?",
-    "What is {}?",
-    "What is {}? Write each product, then the result, in one short line.",
-    "What is {}? Calculate step by step, each step in a short line, and end with the result.",
-    "Calculate {}. First each product, then the sums, without code.",
-    "Answer in one short line, with the steps first, like 60 + 28 = 88: what is {}?",
-    "Answer in one short line, like 14 * 9 + 2058 - 93 + 13 * 5 - 22 = 126 + 2058 - 93 + 65 - 22"
-    " = 2184 - 93 + 65 - 22 = 2091 + 65 - 22 = 2156 - 22 = 2134: what is {}?",
-    "Answer in one short line: what is {}?",
-)
-EXAMPLES = {
-    "14 times 9 plus 2058 minus 93 plus 13 times 5 minus 22": "14 * 9 + 2058 - 93 + 13 * 5 - 22"
-    " = 126 + 2058 - 93 + 65 - 22 = 2184 - 93 + 65 - 22 = 2091 + 65 - 22 = 2156 - 22 = 2134",
-    "31 times 4 plus 6207 minus 48 plus 26 times 3 minus 67": "31 * 4 + 6207 - 48 + 26 * 3 - 67"
-    " = 124 + 6207 - 48 + 78 - 67 = 6331 - 48 + 78 - 67 = 6283 + 78 - 67 = 6361 - 67 = 6294",
-    "17 times 6 plus 4519 minus 75 plus 38 times 2 minus 31": "17 * 6 + 4519 - 75 + 38 * 2 - 31"
-    " = 102 + 4519 - 75 + 76 - 31 = 4621 - 75 + 76 - 31 = 4546 + 76 - 31 = 4622 - 31 = 4591",
+TOP = 5
+TEST_CAP = 104  # tokens for an answer in the tests
+CAPS = {"1": 20, "2": 24, "3": 40, "4": 64, "5": 88}  # and in training
+RUNGS = {  # (levels to practise, at most so many steps); the last rung gets all that are left
+    "climb": [
+        (["1"], 10),
+        (["2 easy", "2"], 15),
+        (["3 easy", "3"], 20),
+        (["4 easy", "4"], 15),
+        (["5 easy", "5"], 12),
+        (["5"], 0),
+    ],
+    "mixed": [(["1", "2 easy", "2", "3 easy", "3", "4 easy", "4", "5 easy", "5"], 0)],
+    "top": [(["5"], 0)],
 }
-CAPS = {2: 32, 3: 48, 4: 80, 5: 104}  # tokens for a level's answer
+ENOUGH = 0.75
+SETTINGS = {
+    "prompts_per_step": 6,
+    "micro_batch_size": 24,
+    "learning_rate": 1e-4,
+    "warmup_steps": 2,
+    "beta": 0.0,
+}
 
 
-def sum_of(level, rng):
+# ---- The problems ------------------------------------------------------------------------------
+def sum_of(level, rng, easy=False):
     """(the sum in words, its result): 35 times 8 plus 4127, and with each level a term more.
 
     A product, a large number, a small one to take away, a product, and another one to take away.
+    If it is easy, the large number has three digits, and not four.
     """
     parts = []
     result = 0
@@ -67,7 +71,7 @@ def sum_of(level, rng):
             parts.append(f"plus {a} times {m}")
             result += a * m
         elif term == 1:
-            b = rng.randint(1000, 9999)
+            b = rng.randint(100, 999) if easy else rng.randint(1000, 9999)
             parts.append(f"plus {b}")
             result += b
         else:
@@ -77,114 +81,130 @@ def sum_of(level, rng):
     return " ".join(parts).removeprefix("plus "), result
 
 
-def problems(level, part, n, wording=0):
+def in_short(words):
+    """The conversation that asks for a sum."""
+    return [{"role": "user", "content": f"Answer in one short line: what is {words}?"}]
+
+
+def problems(level, part, n, ask=in_short, easy=False):
     """n rows of a level. Each part ("train", "test" or "new") is drawn by a seed of its own."""
-    rng = random.Random(f"{level} {part}")
+    rng = random.Random(f"{level} {part}{easy * ' easy'}")
     rows = []
     for _ in range(n):
-        words, result = sum_of(level, rng)
-        rows.append({"prompt": ask(words, wording), "answer": str(result)})
+        words, result = sum_of(level, rng, easy)
+        rows.append({"prompt": ask(words), "answer": str(result)})
     return rows
 
 
-def ask(words, wording):
-    """The conversation that ends with the question."""
-    turns = []
-    if wording == 7:
-        for example, answer in EXAMPLES.items():
-            turns.append({"role": "user", "content": WORDINGS[wording].format(example)})
-            turns.append({"role": "assistant", "content": answer})
-    turns.append({"role": "user", "content": WORDINGS[wording].format(words)})
-    return turns
+def rows_to_train_on(levels):
+    """5,000 rows of each level. Level 1 is the demo's short sums."""
+    rows = []
+    for level in levels:
+        if level == "1":
+            some = demo.load_sums()[0][:5000]
+        else:
+            some = problems(int(level[0]), "train", 5000, easy="easy" in level)
+        rows += [{**row, "level": level} for row in some]
+    return rows
 
 
-def add_task(level):
-    """Make a task of the level for the demo's flags."""
-
-    def load():
-        return problems(level, "train", 5000), problems(level, "test", 50)
-
-    settings = {"steps": 20, "prompts_per_step": 6, "max_completion_length": CAPS[level]}
-    settings |= {"micro_batch_size": 8, "warmup_steps": 4, "save_steps": 5, "eval_steps": 5}
-    gsm8k_demo.TASKS[f"level-{level}"] = gsm8k_demo.Task(
-        "Qwen/Qwen2.5-Coder-0.5B-Instruct", load, gsm8k_demo.sum_reward, settings
-    )
+# ---- The climb ---------------------------------------------------------------------------------
+class Climbed(Exception):
+    """It leaves `train` after the last step of a rung."""
 
 
-def pass_at(k, n, right):
-    """The chance that k of the n answers, drawn without replacement, hold one of the right ones."""
-    return 1 - comb(n - right, k) / comb(n, k)
+def next_rung(rungs, history):
+    """The rung of the next step: the one of the last step, or if it has been climbed, the next."""
+    if not history:
+        return 0
+    rung = history[-1]["rung"]
+    rewards = [metrics["reward_mean"] for metrics in history if metrics["rung"] == rung]
+    most = rungs[rung][1]
+    climbed = len(rewards) == most or (len(rewards) > 1 and mean(rewards[-2:]) >= ENOUGH)
+    return rung + 1 if climbed and rung + 1 < len(rungs) else rung
 
 
-@torch.autocast("cpu", torch.bfloat16)
-def measure(args):
-    """Draw what `args.out` does not have yet, and print its pass@k: a stop costs one batch."""
-    cap = args.cap or CAPS[args.level]
-    asked = {"model": args.model, "level": args.level, "part": args.part, "wording": args.wording}
-    asked |= {"temperature": args.temperature, "samples": args.samples, "cap": cap}
-    asked |= {"seed": args.seed}
-    rows = problems(args.level, args.part, args.problems, args.wording)
-    done = [line for line in read_lines(args.out) if asked.items() <= line.items()]
-    model, tokenizer = faster_lora.load_model(args.model)  # in float32
-    model.get_output_embeddings().register_forward_pre_hook(faster_lora.make_contiguous)
-    at_once = max(1, 256 // args.samples)
-    for i in range(len(done), len(rows), at_once):
-        torch.manual_seed(1000 * args.seed + i)
-        batch = rows[i : i + at_once]
-        groups = sample_groups(model, tokenizer, batch, args.samples, cap, args.temperature)
-        for row, group in zip(batch, groups):
-            rewards = grade(gsm8k_demo.sum_reward, group).tolist()
-            answers = Counter(zip([c.text for c in group], rewards)).most_common()
-            line = {**asked, "prompt": row["prompt"][-1]["content"], "answer": row["answer"]}
-            line["right"] = int(sum(rewards))
-            line["cut_off"] = sum(c.truncated for c in group)
-            line["answers"] = [[text, reward, n] for (text, reward), n in answers]
-            done.append(line)
-            with open(args.out, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-    show(done[: len(rows)])
+def rewards_by_level(groups):
+    """{level: mean reward of its answers}."""
+    rewards = {}
+    for group in groups:
+        for completion in group:
+            rewards.setdefault(completion.example["level"], []).append(completion.reward)
+    return {level: mean(values) for level, values in rewards.items()}
 
 
-def read_lines(path):
-    return gsm8k_demo.read_jsonl(path) if Path(path).exists() else []
+def climb(args):
+    """Test the top level, climb to it, and test it again. All files go into args.output."""
+    folder = Path(args.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    rungs = RUNGS[args.rungs]
+    model, tokenizer = demo.load_model(args.model)
+    model = demo.add_lora(model, 16, args.seed)
+    optimizer = torch.optim.Adam(demo.learning_weights(model).values())
+    results, history = demo.restore(folder, model, optimizer)
 
+    def test(when):
+        rows = problems(TOP, "test", 50) + problems(TOP, "new", 50)
+        figures = demo.evaluate(model, tokenizer, rows, TEST_CAP, reward=demo.sum_reward)
+        demo.write_jsonl(folder / f"{when}.jsonl", figures.pop("answers"))
+        results[when] = figures
+        demo.write_whole(folder / "results.json", json.dumps(results, indent=2))
+        print(f"\n{when}: {demo.in_words(figures)}")
 
-def show(lines):
-    first = lines[0]
-    words = WORDINGS[first["wording"]]
-    print(f"{first['model']}, level {first['level']}, {first['part']}: {words}")
-    cut_off = sum(line["cut_off"] for line in lines) / len(lines) / first["samples"]
-    print(f"  at most {first['cap']} tokens ({cut_off:.1%} cut off)")
-    print(f"  temperature {first['temperature']}, {first['samples']} answers to a problem")
-    for k in (1, 8, 64, 256):
-        if k <= first["samples"]:
-            shares = [pass_at(k, first["samples"], line["right"]) for line in lines]
-            share = sum(shares) / len(shares)
-            low, high = gsm8k_demo.wilson_interval(share, len(shares))
-            print(f"  pass@{k}: {share:.1%} of {len(shares)} ({low:.1%} to {high:.1%})", flush=True)
+    def after_step(metrics, groups):
+        metrics["rung"] = rung
+        metrics["rewards"] = rewards_by_level(groups)
+        history.append(metrics)
+        demo.write_jsonl(folder / "metrics.jsonl", history)
+        demo.save_checkpoint(folder, model, optimizer, history)
+        demo.show_group(metrics, groups)
+        if next_rung(rungs, history) != rung:
+            raise Climbed
+
+    if "before" not in results:
+        test("before")
+    while len(history) < args.steps:
+        rung = next_rung(rungs, history)
+        levels = rungs[rung][0]
+        print(f"\nFrom step {len(history) + 1} on, it practises level {' and '.join(levels)}.")
+        config = GRPOConfig(
+            **SETTINGS,
+            steps=args.steps,
+            seed=args.seed,
+            max_completion_length=max(CAPS[level[0]] for level in levels),
+        )
+        with suppress(Climbed):
+            demo.train(
+                model,
+                tokenizer,
+                rows_to_train_on(levels),
+                demo.sum_reward,
+                config,
+                optimizer=optimizer,
+                after_step=after_step,
+                first_step=len(history) + 1,
+            )
+    test("after")
+    seconds = sum(metrics["seconds"] for metrics in history)
+    print(f"{args.steps} steps took {seconds / 60:.0f} minutes, without the tests.")
+    demo.save_model(model.float().merge_and_unload(), tokenizer, folder / "model")
 
 
 def main():
-    if sys.argv[1:2] != ["measure"]:
-        for level in CAPS:
-            add_task(level)
-        gsm8k_demo.main("level-2")
-        return
+    sys.stdout.reconfigure(line_buffering=True)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=["measure"])
     parser.add_argument("model")
-    parser.add_argument("--level", type=int, default=2)
-    parser.add_argument("--part", default="test", choices=["test", "new"])
-    parser.add_argument("--problems", type=int, default=50)
-    parser.add_argument("--samples", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--wording", type=int, default=0)
-    parser.add_argument("--cap", type=int, default=0)
+    parser.add_argument("--rungs", choices=RUNGS, default="climb")
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="answers.jsonl")
-    measure(parser.parse_args())
+    parser.add_argument("--output", default="runs/ladder")
+    try:
+        climb(parser.parse_args())
+    except KeyboardInterrupt:
+        print(f"\nStopped. To go on:\n    {shlex.join(['python', *sys.argv])}")
+        sys.exit(130)
 
 
 if __name__ == "__main__":
