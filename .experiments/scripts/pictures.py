@@ -8,13 +8,13 @@ group.svg         one group of eight answers of a real run, with rewards and adv
 mistakes.svg      the mean reward by step, of runs with one mistake each beside a healthy one
 collapse.svg      a run with a rate that is too high, beside one that is healthy
 pieces.svg        accuracy, KL and clip of seed 0 with and without them
-ladder.svg        sums of five terms with at least one right answer among k
+ladder.svg        the mean reward of the ladder by step, with easy numbers (rings) and without
 what_matters.svg  the mean reward of the rehearsal, by setting
 """
 
 import json
 import sys
-from math import comb
+from itertools import groupby
 from pathlib import Path
 
 import matplotlib
@@ -229,27 +229,28 @@ def pieces(untrained=0.07):
 
 def ladder():
     figure, axes = plt.subplots(figsize=(7, 3.2))
-    runs = (
-        ("after-seed-0", GREEN, "after the ladder, two seeds"),
-        ("after-seed-1", GREEN, None),
-        ("before", RED, "untrained, and after 100 steps without the ladder"),
-    )
-    for name, colour, label in runs:
-        lines = read_jsonl(LOGS / "ladder" / f"level-5-{name}.jsonl")
-        n = lines[0]["samples"]
-        ks = [2**i for i in range(n.bit_length())]
-        percent = [
-            sum(100 - 100 * comb(n - line["right"], k) / comb(n, k) for line in lines) / len(lines)
-            for k in ks
-        ]
-        axes.plot(ks, percent, color=colour, linewidth=1.5, label=label)
-    axes.set_xscale("log", base=2)
-    axes.text(17, 52, "16 answers each were drawn", color=GREEN, fontsize=9)
-    axes.set(xlim=(1, 256), ylim=(-1, 100), xlabel="answers that are drawn to each problem")
-    axes.set_xticks([1, 4, 16, 64, 256], labels=["1", "4", "16", "64", "256"])
-    axes.set_ylabel("% of problems with a right one")
-    axes.legend(frameon=False, fontsize=9)
+    rows = read_jsonl(LOGS / "ladder" / "climb-seed-0.jsonl")
+    colours = dict(zip("12345", (GREY, ORANGE, VIOLET, BLUE, GREEN)))
+    for level, colour in colours.items():
+        for name, marker in ((f"{level} easy", "none"), (level, colour)):
+            steps = [row["step"] for row in rows if name in row["rewards"]]
+            rewards = [row["rewards"][name] for row in rows if name in row["rewards"]]
+            axes.scatter(steps, rewards, s=14, facecolors=marker, edgecolors=colour)
+    begin = 0.5
+    for words, part in groupby(rows, key=lambda row: terms(row)):
+        end = begin + len(list(part))
+        axes.axvline(end, color=GREY, linewidth=0.5)
+        axes.text((begin + end) / 2, 1.06, words, ha="center", fontsize=9)
+        begin = end
+    axes.set(xlim=(0.5, len(rows) + 0.5), ylim=(-0.03, 1.03), xlabel="step")
+    axes.set_ylabel("mean reward")
     save(figure, "ladder.svg")
+
+
+def terms(row):
+    """How many terms the sums of the step have."""
+    level = next(iter(row["rewards"]))[0]
+    return f"{max(2, int(level))} terms"
 
 
 def what_matters(lowest=-0.2):
