@@ -45,7 +45,7 @@ RUNGS = {  # (levels to practise, at most so many steps); the last rung gets all
     "mixed": [(["1", "2 easy", "2", "3 easy", "3", "4 easy", "4", "5 easy", "5"], 0)],
     "top": [(["5"], 0)],
 }
-ENOUGH = 0.75
+ENOUGH = 0.75  # the mean reward of two steps that ends a rung
 SETTINGS = {
     "prompts_per_step": 6,
     "micro_batch_size": 24,

@@ -237,7 +237,7 @@ def ladder():
             rewards = [row["rewards"][name] for row in rows if name in row["rewards"]]
             axes.scatter(steps, rewards, s=14, facecolors=marker, edgecolors=colour)
     begin = 0.5
-    for words, part in groupby(rows, key=lambda row: terms(row)):
+    for words, part in groupby(rows, key=terms):
         end = begin + len(list(part))
         axes.axvline(end, color=GREY, linewidth=0.5)
         axes.text((begin + end) / 2, 1.06, words, ha="center", fontsize=9)
