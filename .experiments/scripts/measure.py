@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from faster_lora import gsm8k_demo as demo
-from faster_lora import load_model, make_contiguous
 from ladder import problems
 
 from grpo import grade, sample_groups
@@ -74,8 +73,7 @@ def measure(args):
     asked |= {"seed": args.seed}
     rows = problems(args.level, args.part, args.problems, asker(args.wording))
     done = [line for line in read_lines(args.out) if asked.items() <= line.items()]
-    model, tokenizer = load_model(args.model)  # in float32
-    model.get_output_embeddings().register_forward_pre_hook(make_contiguous)
+    model, tokenizer = demo.load_model(args.model)  # in bfloat16
     at_once = max(1, 256 // args.samples)
     for i in range(len(done), len(rows), at_once):
         torch.manual_seed(1000 * args.seed + i)
