@@ -169,7 +169,7 @@ def climb(args):
         print(f"\nFrom step {len(history) + 1} on, it practises level {' and '.join(levels)}.")
         config = GRPOConfig(
             **SETTINGS,
-            steps=round(1.19 * args.steps),  # so that the rate ends at a sixth, and not at 0
+            steps=round(1.19 * args.steps),  # so that the rate ends at 18 %, and not at 0
             seed=args.seed,
             max_completion_length=max(CAPS[level[0]] for level in levels),
         )
